@@ -1,0 +1,104 @@
+"""The contract of an accelerator: move KV between the engine's pages and host memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from .backend import ApiVersion
+from .layout import Layout
+
+Pages = Sequence[Sequence[Any]]
+"""The engine's paged KV: `pages[region][layer]` is an array whose first axis is the block and whose other axes hold
+`block_nbytes` bytes, with any strides.  Core never looks inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What a device found on this machine; `reason` explains a `count` of 0 to a human."""
+
+    count: int
+    reason: str = ""
+
+
+class Fence(Protocol):
+    """Completion of copies that were queued on a device."""
+
+    def done(self) -> bool: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether the copies are complete; waits at most `timeout_s`."""
+        ...
+
+    def make_stream_wait(self, stream: Any) -> None:
+        """Let work queued later on `stream` start only after the copies."""
+        ...
+
+
+class DoneFence:
+    """The fence of copies that were complete when the call returned."""
+
+    __slots__ = ()
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def make_stream_wait(self, stream: Any) -> None:
+        return None
+
+
+class Device(ABC):
+    """One accelerator family.  The entry-point name ("rocm") identifies it, `torch_type` does not."""
+
+    api_version: ClassVar[ApiVersion]
+    torch_type: ClassVar[str]
+    """What torch calls it: "cuda" for CUDA, ROCm and MACA alike."""
+
+    @classmethod
+    @abstractmethod
+    def probe(cls) -> Probe:
+        """Look for the hardware.  Never raises and never initialises the device."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin host memory that later copies use, once per extent."""
+        return None
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Inverse of `register`, before the memory is unmapped."""
+        return None
+
+    @abstractmethod
+    def gather(
+        self,
+        pages: Pages,
+        block_ids: Sequence[int],
+        layout: Layout,
+        out: Sequence[memoryview],
+        *,
+        layers: range | None = None,
+        after: Fence | None = None,
+    ) -> Fence:
+        """Copy blocks out of the engine: `out[i]` (`layout.nbytes` long) gets the i-th run of `block_ids`.
+
+        `block_ids` are in units of the first region's blocks, `chunk_tokens / block_tokens` for each buffer.  An id
+        that no page has raises DeviceError before anything is copied.  `after` is the compute fence to wait for.
+        """
+
+    @abstractmethod
+    def scatter(
+        self,
+        src: Sequence[memoryview],
+        layout: Layout,
+        pages: Pages,
+        block_ids: Sequence[int],
+        *,
+        layers: range | None = None,
+        skip_blocks: int = 0,
+        after: Fence | None = None,
+    ) -> Fence:
+        """The inverse of `gather`; the first `skip_blocks` blocks of the first buffer are left as they are."""
