@@ -197,7 +197,12 @@ def pack_extra(items: Iterable[tuple[int, bytes]]) -> bytes:
 
 
 def pack_tokens(tokens: Sequence[int] | Any) -> bytes:
-    """Token ids as u32 little-endian; ValueError for an id outside 0..2**32-1 or an array that is not flat integers."""
+    """Token ids as u32 little-endian, which `bytes` are taken to be already.
+
+    ValueError for an id outside 0..2**32-1 or an array that is not flat integers.
+    """
+    if isinstance(tokens, bytes):
+        return tokens
     if hasattr(tokens, "__array_interface__"):
         return _pack_array(tokens)
     try:
