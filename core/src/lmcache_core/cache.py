@@ -113,7 +113,8 @@ class Job:
 
 
 class Cache(ABC):
-    """A cache of one engine process.  Every call but `drain` and `close` returns at once and does no I/O."""
+    """A cache of one engine process.  Every call but `lookup_answered`, `drain` and `close`
+    returns at once and does no I/O."""
 
     def chain(self, tokens: Sequence[int] | Any, model: Model, *, extra: Mapping[int, bytes] | None = None) -> Chain:
         """Hash a prompt, once per request."""
@@ -122,6 +123,10 @@ class Cache(ABC):
     @abstractmethod
     def lookup(self, chain: Chain, request: str) -> Hit:
         """What is stored of `chain`, leased under `request`.  Asked again, the same Hit unless that one was pending."""
+
+    @abstractmethod
+    def lookup_answered(self, chain: Chain, request: str, *, timeout_s: float) -> Hit:
+        """`lookup` for callers that may wait: at most `timeout_s` for what is pending."""
 
     @abstractmethod
     def retrieve(

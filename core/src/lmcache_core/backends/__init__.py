@@ -1,0 +1,1 @@
+"""The storage backend that comes with core."""

@@ -1,0 +1,197 @@
+"""Host memory that chunks live in and travel through: memfd extents, divided into slots of one size."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from .errors import CapacityError
+from .layout import page_align
+
+MAX_EXTENT_NBYTES: Final = 1 << 30
+_HUGE_PAGE_NBYTES: Final = 2 << 20
+_PREFAULT_STEP_NBYTES: Final = 16 << 20
+_MADV_POPULATE_WRITE: Final = 23
+_F_SEAL_SHRINK_GROW: Final = 0x0002 | 0x0004
+_libc = ctypes.CDLL(None, use_errno=True)  # a ctypes call releases the GIL, mmap.madvise does not
+
+
+def copy_bytes(source: memoryview | bytes, target: memoryview) -> None:
+    """Copy `source` over the whole of `target`, equally long, without holding the GIL.
+
+    The one place that copies payload: `target[:] = source` and `bytes(source)` stop every other thread meanwhile.
+    """
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One place in an extent: plain data, which may cross processes."""
+
+    extent_id: int
+    offset: int
+    nbytes: int
+
+
+class Extent:
+    """One sealed memfd, mapped; the unit of prefault, pinning and size class."""
+
+    __slots__ = ("_mmap", "address", "extent_id", "fd", "free", "last_used", "nbytes", "slot_nbytes", "slots", "view")
+
+    def __init__(self, extent_id: int, nbytes: int) -> None:
+        self.extent_id = extent_id
+        self.nbytes = nbytes
+        self.fd = os.memfd_create(f"lmcache-extent-{extent_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_SHRINK_GROW)
+            self._mmap = mmap.mmap(self.fd, nbytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self._mmap.madvise(mmap.MADV_DONTFORK)
+        if nbytes >= _HUGE_PAGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            self._mmap.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(self._mmap)
+        self.address = int(np.frombuffer(self._mmap, np.uint8).__array_interface__["data"][0])
+        self.slot_nbytes = 0
+        self.slots = 0
+        self.free: list[int] = []
+        self.last_used = 0
+
+    def divide(self, slot_nbytes: int) -> None:
+        """Make this empty extent one of slots of `slot_nbytes`."""
+        if len(self.free) != self.slots:
+            raise RuntimeError(f"extent {self.extent_id} has slots in use and cannot change its size class")
+        self.slot_nbytes = slot_nbytes
+        self.slots = self.nbytes // slot_nbytes
+        self.free = [index * slot_nbytes for index in reversed(range(self.slots))]
+
+    def prefault(self) -> None:
+        """Have the kernel back every page now, in steps; the GIL is free meanwhile."""
+        for start in range(0, self.nbytes, _PREFAULT_STEP_NBYTES):
+            step = min(_PREFAULT_STEP_NBYTES, self.nbytes - start)
+            address = ctypes.c_void_p(self.address + start)
+            if _libc.madvise(address, ctypes.c_size_t(step), _MADV_POPULATE_WRITE):
+                return  # an old kernel: pages come at first touch
+
+    def close(self) -> None:
+        """Give up the descriptor and our reference: the map goes when the last view of it does."""
+        os.close(self.fd)
+        self.view = memoryview(b"")
+        del self._mmap
+
+
+class Slab:
+    """The host memory of a cache: extents up to a total.  Called under its pool's lock, it needs none of its own."""
+
+    def __init__(self, capacity_nbytes: int, extent_nbytes: int | None = None) -> None:
+        check_host_memory(capacity_nbytes)
+        self.capacity_nbytes = capacity_nbytes
+        self.extent_nbytes = extent_nbytes or _default_extent(capacity_nbytes)
+        self.extents: dict[int, Extent] = {}
+        self.used_nbytes = 0
+        """Sum of the extents, which is what the kernel may have to back."""
+        self._next_id = 0
+
+    def take(self, nbytes: int) -> Slot | None:
+        """A slot for `nbytes` from an extent of that class, a free one, or a new one; `None` when all are in use."""
+        slot_nbytes = page_align(nbytes)
+        empty: Extent | None = None
+        for extent in self.extents.values():
+            if extent.slot_nbytes == slot_nbytes:
+                if extent.free:
+                    return Slot(extent.extent_id, extent.free.pop(), slot_nbytes)
+            elif len(extent.free) == extent.slots and extent.nbytes >= slot_nbytes:
+                empty = extent
+        if empty is None:
+            empty = self._grow(slot_nbytes)
+        if empty is None:
+            return None
+        empty.divide(slot_nbytes)
+        return Slot(empty.extent_id, empty.free.pop(), slot_nbytes)
+
+    def give(self, slot: Slot) -> None:
+        """Return a slot; nothing may read or write it any more."""
+        self.extents[slot.extent_id].free.append(slot.offset)
+
+    def view(self, slot: Slot) -> memoryview:
+        return self.extents[slot.extent_id].view[slot.offset : slot.offset + slot.nbytes]
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a record of `nbytes` could ever have a slot."""
+        return page_align(nbytes) <= self.capacity_nbytes
+
+    def others(self, slot_nbytes: int) -> Iterator[Extent]:
+        """Extents of other size classes that could hold such a slot, least recently used first."""
+        fitting = (e for e in self.extents.values() if e.slot_nbytes != slot_nbytes)
+        yield from sorted(fitting, key=lambda extent: extent.last_used)
+
+    def close(self) -> None:
+        """Drop every extent.  Twice is fine."""
+        for extent in self.extents.values():
+            extent.close()
+        self.extents.clear()
+        self.used_nbytes = 0
+
+    def drop(self, extent: Extent) -> None:
+        """Give an empty extent back to the kernel, so that a larger one may be made."""
+        if len(extent.free) != extent.slots:
+            raise RuntimeError(f"extent {extent.extent_id} has slots in use and cannot be dropped")
+        del self.extents[extent.extent_id]
+        self.used_nbytes -= extent.nbytes
+        extent.close()
+
+    def _grow(self, slot_nbytes: int) -> Extent | None:
+        room = self.capacity_nbytes - self.used_nbytes
+        if room < slot_nbytes:
+            for extent in [e for e in self.extents.values() if len(e.free) == e.slots]:
+                self.drop(extent)
+            room = self.capacity_nbytes - self.used_nbytes
+        nbytes = min(max(self.extent_nbytes, slot_nbytes), room)
+        nbytes -= nbytes % slot_nbytes
+        if not nbytes:
+            return None
+        extent = Extent(self._next_id, nbytes)
+        self._next_id += 1
+        self.extents[extent.extent_id] = extent
+        self.used_nbytes += nbytes
+        return extent
+
+
+def check_host_memory(capacity_nbytes: int) -> None:
+    """Raise CapacityError, before anything is allocated, for more than this host or its control group has."""
+    for source, limit in host_limits():
+        if capacity_nbytes > limit:
+            raise CapacityError(
+                f"a capacity of {capacity_nbytes} bytes ({capacity_nbytes / 2**30:.2f} GiB) was asked for, "
+                f"{source} allows {limit} bytes ({limit / 2**30:.2f} GiB): lower `capacity`"
+            )
+
+
+def host_limits() -> list[tuple[str, int]]:
+    """What bounds memory here, each with its name."""
+    limits = [("this host's memory", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            limits.append(("the control group", int(text)))
+    return limits
+
+
+def _default_extent(capacity_nbytes: int) -> int:
+    """A sixteenth, so that several size classes find room, in whole huge pages where that is possible."""
+    nbytes = min(MAX_EXTENT_NBYTES, max(capacity_nbytes // 16, 1))
+    unit = _HUGE_PAGE_NBYTES if nbytes >= _HUGE_PAGE_NBYTES else 4096
+    return max(nbytes - nbytes % unit, unit)

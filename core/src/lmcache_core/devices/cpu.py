@@ -1,0 +1,136 @@
+"""The device of engines that compute on the CPU: numpy copies that release the GIL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..device import Device, DoneFence, Fence, Pages, Probe
+from ..errors import DeviceError
+from ..layout import Layout, Region
+
+
+class CpuDevice(Device):
+    """Pages are numpy arrays in host memory.  Copies are complete when a call returns."""
+
+    api_version = (1, 0)
+    torch_type = "cpu"
+
+    @classmethod
+    def probe(cls) -> Probe:
+        return Probe(1)
+
+    def gather(
+        self,
+        pages: Pages,
+        block_ids: Sequence[int],
+        layout: Layout,
+        out: Sequence[memoryview],
+        *,
+        layers: range | None = None,
+        after: Fence | None = None,
+    ) -> Fence:
+        ids = _checked(pages, block_ids, layout, len(out))
+        if after is not None:
+            after.wait()
+        for region, _layer, page, offset in _planes(pages, layout, layers):
+            blocks = layout.blocks(region)
+            flat = _void(page, region.block_nbytes)
+            for index, buffer in enumerate(out):
+                chunk_ids = ids[index * blocks : (index + 1) * blocks]
+                target = np.frombuffer(buffer, np.uint8, blocks * region.block_nbytes, offset)
+                if flat is not None:
+                    np.take(flat, chunk_ids, out=target.view(flat.dtype), mode="clip")
+                else:
+                    _each_block(page, chunk_ids, target, region, to_page=False)
+        return DoneFence()
+
+    def scatter(
+        self,
+        src: Sequence[memoryview],
+        layout: Layout,
+        pages: Pages,
+        block_ids: Sequence[int],
+        *,
+        layers: range | None = None,
+        skip_blocks: int = 0,
+        after: Fence | None = None,
+    ) -> Fence:
+        ids = _checked(pages, block_ids, layout, len(src))
+        if len(set(ids[skip_blocks:].tolist())) != len(ids) - skip_blocks:
+            raise DeviceError("a block id occurs twice: two chunks would overwrite each other")
+        if after is not None:
+            after.wait()
+        for region, _layer, page, offset in _planes(pages, layout, layers):
+            blocks = layout.blocks(region)
+            flat = _void(page, region.block_nbytes)
+            for index, buffer in enumerate(src):
+                skip = skip_blocks if index == 0 else 0
+                chunk_ids = ids[index * blocks + skip : (index + 1) * blocks]
+                start = offset + skip * region.block_nbytes
+                source = np.frombuffer(buffer, np.uint8, len(chunk_ids) * region.block_nbytes, start)
+                if flat is None:
+                    _each_block(page, chunk_ids, source, region, to_page=True)
+                elif len(chunk_ids):
+                    first = int(chunk_ids[0])
+                    rows = source.view(flat.dtype)
+                    if int(chunk_ids[-1]) - first == len(chunk_ids) - 1 and bool((np.diff(chunk_ids) == 1).all()):
+                        np.copyto(flat[first : first + len(rows)], rows)
+                    else:
+                        flat[chunk_ids] = rows
+        return DoneFence()
+
+
+def _checked(pages: Pages, block_ids: Sequence[int], layout: Layout, buffers: int) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """The ids as an array, after everything that "clip" would hide."""
+    ids = np.asarray(block_ids, dtype=np.intp)
+    first = layout.regions[0]
+    if any(region.block_tokens != first.block_tokens for region in layout.regions):
+        raise DeviceError("the cpu device needs regions of one block size")
+    if len(pages) != len(layout.regions):
+        raise DeviceError(f"{len(pages)} regions of pages for a layout of {len(layout.regions)}")
+    if len(ids) != buffers * layout.blocks(first):
+        raise DeviceError(f"{len(ids)} block ids for {buffers} chunks of {layout.blocks(first)} blocks")
+    for region, planes in zip(layout.regions, pages, strict=True):
+        if len(planes) != region.layers:
+            raise DeviceError(f"region {region.name!r}: {len(planes)} layers of pages, the layout has {region.layers}")
+        for page in planes:
+            if page[:1].nbytes not in (region.block_nbytes, 0):
+                raise DeviceError(
+                    f"region {region.name!r}: blocks of {page[:1].nbytes} bytes, the layout has {region.block_nbytes}"
+                )
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(page):
+                raise DeviceError(f"block ids {ids.min()} to {ids.max()}, region {region.name!r} has {len(page)} blocks")
+    return ids
+
+
+def _planes(pages: Pages, layout: Layout, layers: range | None) -> list[tuple[Region, int, Any, int]]:
+    """(region, layer, its pages, offset of its bytes in a chunk) for the layers wanted."""
+    planes = []
+    offset = 0
+    for region, arrays in zip(layout.regions, pages, strict=True):
+        step = layout.blocks(region) * region.block_nbytes
+        for layer, page in enumerate(arrays):
+            if layers is None or layer in layers:
+                planes.append((region, layer, page, offset))
+            offset += step
+    return planes
+
+
+def _void(page: Any, block_nbytes: int) -> Any:
+    """`page` as a flat array of opaque blocks, or None where its blocks are not contiguous."""
+    if not page.flags.c_contiguous:
+        return None
+    return page.reshape(-1).view(np.dtype((np.void, block_nbytes)))
+
+
+def _each_block(page: Any, ids: Any, flat: Any, region: Region, *, to_page: bool) -> None:
+    for index, block in enumerate(ids):
+        there = page[block]
+        here = flat[index * region.block_nbytes : (index + 1) * region.block_nbytes].view(page.dtype).reshape(there.shape)
+        if to_page:
+            np.copyto(there, here)
+        else:
+            np.copyto(here, there)

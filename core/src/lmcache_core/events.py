@@ -1,0 +1,65 @@
+"""The event thread: hooks are called here, one by one, after the fact, never on the data path."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED: Final = 1024
+
+
+class Events:
+    """A bounded queue and one thread.  `call(hook, kwargs)` runs every implementation of a hook, isolated.
+
+    Without hooks (`call` is None) nothing is queued and there is no thread.  A full queue drops the event: a slow hook
+    costs itself its events, never a request its time.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[str, dict[str, Any]], None] | None,
+        on_drop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._call = call
+        self._on_drop = on_drop
+        self._queue: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(MAX_QUEUED)
+        self._thread: threading.Thread | None = None
+        if call is not None:
+            self._thread = threading.Thread(target=self._run, name="lmcache-events", daemon=True)
+            self._thread.start()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anybody listens; ask before building a costly event."""
+        return self._thread is not None
+
+    def emit(self, hook: str, **kwargs: Any) -> None:
+        """Queue one event; returns at once."""
+        if self._thread is None:
+            return
+        try:
+            self._queue.put_nowait((hook, kwargs))
+        except queue.Full:
+            self._on_drop()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Deliver what is queued, at most for `timeout_s`, and end the thread.  Twice is fine."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        try:
+            self._queue.put(None, timeout=timeout_s)
+        except queue.Full:
+            log.warning("hooks are still busy after %.1f s; their last events are lost", timeout_s)
+            return
+        thread.join(timeout_s)
+
+    def _run(self) -> None:
+        assert self._call is not None
+        while (event := self._queue.get()) is not None:
+            self._call(*event)

@@ -1,0 +1,123 @@
+"""What is in host memory: key -> state, slot, holds and waiters.  Called under its pool's lock."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+
+from .buffers import Slot
+from .keys import SHARD_ID_NBYTES, ChunkKey
+from .layout import Layout
+
+Sink = Callable[[int, "Entry | None", str], None]
+"""Told (position, entry or None, reason) when a record that was waited for is ready or lost."""
+
+
+class State(enum.Enum):
+    RESERVED = "reserved"
+    """A store is being copied in; not visible."""
+    LOADING = "loading"
+    """Coming from a lower tier."""
+    READY = "ready"
+    GONE = "gone"
+    """Out of the index; whoever still holds it sees this."""
+
+
+class Entry:
+    """One record in a slot.  Evictable when READY and nobody holds it (leases, jobs, I/O)."""
+
+    __slots__ = (
+        "alone",
+        "below_mask",
+        "depth",
+        "generation",
+        "holds",
+        "key",
+        "layout",
+        "slot",
+        "state",
+        "stored_at_ns",
+        "waiters",
+    )
+
+    def __init__(self, key: ChunkKey, slot: Slot, layout: Layout, depth: int, state: State, generation: int) -> None:
+        self.key = key
+        self.slot = slot
+        self.layout = layout
+        self.depth = depth
+        self.state = state
+        self.generation = generation
+        self.holds = 1
+        """Not evictable while above 0; the first is of whoever fills the slot."""
+        self.below_mask = 0
+        """Bit i: lower tier i was given the record, or is being given it."""
+        self.alone = False
+        """Of a window or state group: may leave without its siblings."""
+        self.stored_at_ns = 0
+        self.waiters: list[tuple[Sink, int]] = []
+
+
+class Siblings:
+    """Which keys share a digest: the rectangles of one chunk leave a tier together."""
+
+    def __init__(self) -> None:
+        self._keys: dict[bytes, tuple[ChunkKey, ...]] = {}
+
+    def add(self, key: ChunkKey) -> None:
+        digest = key[SHARD_ID_NBYTES:]
+        have = self._keys.get(digest, ())
+        if key not in have:
+            self._keys[digest] = (*have, key)
+
+    def remove(self, key: ChunkKey) -> None:
+        digest = key[SHARD_ID_NBYTES:]
+        left = tuple(k for k in self._keys.get(digest, ()) if k != key)
+        if left:
+            self._keys[digest] = left
+        else:
+            self._keys.pop(digest, None)
+
+    def expand(self, victims: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """`victims` and all their siblings, each once, in order."""
+        return list(dict.fromkeys(s for key in victims for s in self._keys.get(key[SHARD_ID_NBYTES:], (key,))))
+
+
+class Index:
+    """All entries, counted by size class so that "nothing can be evicted" is known without a search."""
+
+    def __init__(self) -> None:
+        self.entries: dict[bytes, Entry] = {}
+        self.siblings = Siblings()
+        self._evictable: dict[int, int] = {}
+        self._by_extent: dict[int, set[Entry]] = {}
+
+    def add(self, entry: Entry) -> None:
+        self.entries[entry.key] = entry
+        self.siblings.add(entry.key)
+        self._by_extent.setdefault(entry.slot.extent_id, set()).add(entry)
+
+    def remove(self, entry: Entry) -> None:
+        """Forget the entry; its slot is the caller's to give back."""
+        if entry.state is State.READY and not entry.holds:
+            self._evictable[entry.slot.nbytes] -= 1
+        entry.state = State.GONE
+        del self.entries[entry.key]
+        self.siblings.remove(entry.key)
+        self._by_extent[entry.slot.extent_id].discard(entry)
+
+    def hold(self, entry: Entry) -> None:
+        if not entry.holds and entry.state is State.READY:
+            self._evictable[entry.slot.nbytes] -= 1
+        entry.holds += 1
+
+    def unhold(self, entry: Entry) -> None:
+        entry.holds -= 1
+        if not entry.holds and entry.state is State.READY:
+            self._evictable[entry.slot.nbytes] = self._evictable.get(entry.slot.nbytes, 0) + 1
+
+    def evictable(self, slot_nbytes: int) -> int:
+        """Entries of a size class that could leave now."""
+        return self._evictable.get(slot_nbytes, 0)
+
+    def in_extent(self, extent_id: int) -> set[Entry]:
+        return self._by_extent.get(extent_id, set())

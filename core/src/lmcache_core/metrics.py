@@ -1,0 +1,126 @@
+"""Counters, gauges and histograms of one cache, and their Prometheus text."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from prometheus_client.metrics_core import Metric
+
+Labels = tuple[tuple[str, str], ...]
+
+SECONDS_BUCKETS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+HELP: Final[Mapping[str, str]] = {
+    "lookups": "Lookups by result: full, partial, miss.",
+    "lookup_tokens": "Tokens asked for by lookups.",
+    "hit_tokens": "Tokens that lookups found.",
+    "loads": "Chunk loads of requests by result: ok, failed, late.",
+    "load_bytes": "Payload bytes that reached an engine.",
+    "stores": "Chunk stores of requests by result: ok, skipped, failed.",
+    "store_bytes": "Payload bytes taken from an engine.",
+    "drops": "Records not written, by tier and reason.",
+    "evictions": "Records that left a tier, by reason.",
+    "corruptions": "Records that failed verification, by tier.",
+    "tier_reads": "Record reads of a tier by result: ok, miss, corrupt, fault, late.",
+    "tier_read_bytes": "Record bytes read from a tier.",
+    "tier_writes": "Record writes of a tier by result: ok, fault, full, late.",
+    "tier_written_bytes": "Record bytes written to a tier.",
+    "tier_read_seconds": "Seconds per batch read from a tier.",
+    "tier_write_seconds": "Seconds per batch written to a tier.",
+    "hook_failures": "Hook calls that raised, by plugin.",
+    "hook_drops": "Events dropped because hooks were slow.",
+}
+
+
+@dataclass(slots=True)
+class _Histogram:
+    counts: list[int]
+    total: float = 0.0
+
+
+class Metrics:
+    """Thread-safe.  Counters never fall.  Names come from `HELP`; gauges are read when asked for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters: dict[tuple[str, Labels], int] = {}
+        self._histograms: dict[tuple[str, Labels], _Histogram] = {}
+        self._gauges: dict[str, tuple[str, Callable[[], Mapping[Labels, float]]]] = {}
+
+    def add(self, name: str, count: int = 1, **labels: str) -> None:
+        """Count `count` events more; zero is not an event."""
+        if not count:
+            return
+        key = (name, tuple(labels.items()))
+        with self._lock:
+            self._counters[key] = self._counters.get(key, 0) + count
+
+    def observe(self, name: str, seconds: float, **labels: str) -> None:
+        key = (name, tuple(labels.items()))
+        slot = bisect.bisect_left(SECONDS_BUCKETS, seconds)
+        with self._lock:
+            histogram = self._histograms.get(key)
+            if histogram is None:
+                histogram = self._histograms[key] = _Histogram([0] * (len(SECONDS_BUCKETS) + 1))
+            histogram.counts[slot] += 1
+            histogram.total += seconds
+
+    def gauge(self, name: str, help_text: str, read: Callable[[], Mapping[Labels, float]]) -> None:
+        """Register a gauge; `read` is called, quickly, whenever the metrics are collected."""
+        self._gauges[name] = (help_text, read)
+
+    def count(self, name: str, **labels: str) -> int:
+        """Sum of a counter over all label sets that include `labels`."""
+        wanted = set(labels.items())
+        with self._lock:
+            return sum(n for (counter, have), n in self._counters.items() if counter == name and wanted <= set(have))
+
+    def collect(self) -> Iterable[Metric]:
+        """For a `prometheus_client` registry."""
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        with self._lock:
+            counters = dict(self._counters)
+            histograms = {key: (list(h.counts), h.total) for key, h in self._histograms.items()}
+        families: dict[str, Metric] = {}
+        for (name, labels), value in sorted(counters.items()):
+            family = families.get(name)
+            if family is None:
+                family = CounterMetricFamily(f"lmcache_{name}", HELP[name], labels=[label for label, _ in labels])
+                families[name] = family
+            assert isinstance(family, CounterMetricFamily)
+            family.add_metric([text for _, text in labels], value)
+        for (name, labels), (counts, total) in sorted(histograms.items()):
+            family = families.get(name)
+            if family is None:
+                family = HistogramMetricFamily(f"lmcache_{name}", HELP[name], labels=[label for label, _ in labels])
+                families[name] = family
+            assert isinstance(family, HistogramMetricFamily)
+            running, buckets = 0, []
+            for bound, n in zip([*map(str, SECONDS_BUCKETS), "+Inf"], counts, strict=True):
+                running += n
+                buckets.append((bound, running))
+            family.add_metric([text for _, text in labels], buckets, total)
+        for name, (help_text, read) in self._gauges.items():
+            values = read()
+            names = [label for label, _ in next(iter(values), ())]
+            gauge = GaugeMetricFamily(f"lmcache_{name}", help_text, labels=names)
+            for labels, value in values.items():
+                gauge.add_metric([text for _, text in labels], value)
+            families[name] = gauge
+        return families.values()
+
+    def prometheus_text(self) -> str:
+        """All metrics in the Prometheus text format."""
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)  # type: ignore[arg-type]  # a collector by duck typing
+        return generate_latest(registry).decode()

@@ -1,0 +1,1 @@
+"""The eviction policies that come with core; each is an entry point like any other."""

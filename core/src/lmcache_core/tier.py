@@ -1,0 +1,571 @@
+"""A backend with capacity, policy, codec, breaker, deadlines and threads: everything a store of bytes is not."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from . import frame
+from .backend import Backend, GetResult, SupportsListing
+from .breaker import Breaker
+from .buffers import copy_bytes
+from .codec import Codec
+from .errors import BackendError, BackendFull, CacheError, ChunkCorrupt
+from .events import Events
+from .frame import CHECKSUM_XXH3_64, Frame
+from .index import Siblings
+from .keys import ChunkKey
+from .layout import PAGE_NBYTES, Layout, page_align
+from .metrics import Metrics
+from .policy import EvictionPolicy, Item
+from .transfer import Task, TransferPool
+
+log = logging.getLogger(__name__)
+
+_BATCH_NBYTES: Final = 8 << 20
+"""Records are grouped into one call of the backend up to this many bytes: less overhead, still parallel."""
+_RELIST_INTERVAL_S: Final = 5.0
+
+ItemT = TypeVar("ItemT", "LoadItem", "StoreItem")
+Loaded = Callable[["LoadItem", Frame | None, str, bool], None]
+Stored = Callable[["StoreItem", str, bool], None]
+
+
+@dataclass(slots=True, eq=False)
+class LoadItem:
+    """One record wanted in `record` (a slot: header page and payload).
+
+    `done(item, frame, reason, in_use)` is called once: with the frame, or with None and why not.  If `in_use`, the backend
+    may still write to `record`, until `free(item)`.
+    """
+
+    key: ChunkKey
+    record: memoryview
+    layout: Layout
+    done: Loaded
+    free: Callable[[LoadItem], None]
+    context: Any = None
+
+
+@dataclass(slots=True, eq=False)
+class StoreItem:
+    """One record in `record` to be written; `done(item, reason, in_use)` and `free` as for a LoadItem ("" is success)."""
+
+    key: ChunkKey
+    record: memoryview
+    layout: Layout
+    done: Stored
+    free: Callable[[StoreItem], None]
+    alone: bool = False
+    context: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    name: str
+    backend: str
+    records: int
+    used_nbytes: int
+    capacity_nbytes: int | None
+    breaker: str
+    reason: str
+    queued_loads: int
+    queued_stores: int
+
+
+class Tier:
+    """Owns its backend and closes it.  Callbacks run on its threads, without its lock."""
+
+    def __init__(
+        self,
+        name: str,
+        backend: Backend[Any],
+        *,
+        backend_name: str,
+        codec: Codec,
+        codec_name: str,
+        codec_named: Callable[[str], Codec | None],
+        policy: EvictionPolicy,
+        capacity_nbytes: int | None,
+        timeout_s: float,
+        max_queued_nbytes: int,
+        metrics: Metrics,
+        events: Events,
+        probe_interval_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.backend = backend
+        self.backend_name = backend_name
+        self.capacity_nbytes = capacity_nbytes
+        self.timeout_s = timeout_s
+        self.breaker = Breaker(probe_interval_s=probe_interval_s, clock=clock, on_change=self._health_changed)
+        self.known: dict[bytes, int] = {}
+        """Records that this tier has, as far as we know, with their size.  Read without the lock, changed under it."""
+        self._codec = codec
+        self._codec_name = codec_name
+        self._codec_named = codec_named
+        self._policy = policy
+        self._metrics = metrics
+        self._events = events
+        self._lock = threading.Lock()
+        self._used_nbytes = 0
+        self._pins: Counter[bytes] = Counter()
+        self._siblings = Siblings()
+        self._alone: set[bytes] = set()
+        self._staging = threading.local()
+        self._closed = False
+        self._clock = clock
+        self._relist_at = 0.0
+        self._pool = TransferPool(
+            name, backend.traits.io_threads, deadline_s=2 * timeout_s, max_store_nbytes=max_queued_nbytes
+        )
+
+    def start(self) -> None:
+        """Learn what a listing store has, oldest first, and trim it to the capacity."""
+        self._list()
+        self._make_room(0)
+        if self.known:
+            log.info(
+                "tier %s: warm with %d records, %d bytes of %s",
+                self.name,
+                len(self.known),
+                self._used_nbytes,
+                self.capacity_nbytes,
+            )
+
+    @property
+    def ready(self) -> bool:
+        """Whether it would be asked now."""
+        return self.breaker.ready() and not self._pool.saturated
+
+    def status(self) -> TierStatus:
+        loads, stores = self._pool.queued()
+        return TierStatus(
+            self.name,
+            self.backend_name,
+            len(self.known),
+            self._used_nbytes,
+            self.capacity_nbytes,
+            self.breaker.state.value,
+            self.breaker.reason,
+            loads,
+            stores,
+        )
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Keep records until `unpin`; they may go all the same where the store is shared with others."""
+        with self._lock:
+            self._pins.update(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._pins[key] -= 1
+                if self._pins[key] <= 0:
+                    del self._pins[key]
+
+    def load(self, items: Sequence[LoadItem]) -> None:
+        """Read records in the background, in order; each item is answered once."""
+        for batch in self._batches(items):
+            task = Task(
+                lambda batch=batch: self._run_load(batch),  # type: ignore[misc]
+                lambda batch=batch: self._late_load(batch),  # type: ignore[misc]
+                lambda batch=batch: [item.free(item) for item in batch],  # type: ignore[misc]
+            )
+            if not self.breaker.allow() or not self._pool.submit_load(task):
+                for item in batch:
+                    item.done(item, None, "tier unavailable", False)
+
+    def store(self, items: Sequence[StoreItem]) -> None:
+        """Write records in the background; what the queue cannot take is dropped, counted and answered at once."""
+        for batch in self._batches(items):
+            task = Task(
+                lambda batch=batch: self._run_store(batch),  # type: ignore[misc]
+                lambda batch=batch: self._late_store(batch),  # type: ignore[misc]
+                lambda batch=batch: [item.free(item) for item in batch],  # type: ignore[misc]
+                nbytes=sum(item.record.nbytes for item in batch),
+            )
+            if not self.breaker.allow():
+                self._drop(batch, "tier unavailable")
+            elif not self._pool.submit_store(task):
+                self._drop(batch, "queue full")
+
+    def probe(self, keys: Sequence[ChunkKey], record_nbytes: int, done: Callable[[], None]) -> bool:
+        """Ask a shared store for a prefix of `keys` in the background, then `done()`; False if it is not asked."""
+        if not self.breaker.allow():
+            return False
+
+        def run() -> Callable[[], None]:
+            found = self._call("contains_prefix", lambda: self.backend.contains_prefix(keys, timeout_s=self.timeout_s))
+            self._count_health([found])
+            if isinstance(found, int):
+                with self._lock:
+                    for key in keys[:found]:
+                        if key not in self.known:
+                            self._learn(key, record_nbytes)
+            return done
+
+        return self._pool.submit_load(Task(run, done, lambda: None))
+
+    def used(self, keys: Sequence[ChunkKey]) -> None:
+        """A request used these records, deepest first."""
+        with self._lock:
+            for key in keys:
+                if key in self.known:
+                    self._policy.on_get(key)
+
+    def remove(self, keys: Sequence[ChunkKey], reason: str) -> None:
+        """Delete records in the background."""
+
+        def run() -> Callable[[], None]:
+            for key in keys:
+                self._remove(key, reason)
+            return lambda: None
+
+        self._pool.submit_load(Task(run, lambda: None, lambda: None))
+
+    def drain(self, timeout_s: float) -> bool:
+        return self._pool.drain(timeout_s)
+
+    def close(self) -> None:
+        """Answer everything, end the threads, close the backend.  Twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._pool.close(self.timeout_s):
+            log.warning("tier %s: a thread is stuck in its backend and was left behind", self.name)
+        self.backend.close()
+
+    def _list(self) -> None:
+        if not isinstance(self.backend, SupportsListing):
+            return
+        backend = self.backend
+        entries = self._call("entries", lambda: sorted(backend.entries(), key=lambda entry: entry.stored_at))
+        self._count_health([entries])
+        if isinstance(entries, list):
+            with self._lock:
+                for entry in entries:
+                    if entry.key not in self.known:
+                        self._learn(entry.key, entry.nbytes)
+
+    # What follows runs on the pool's threads.
+
+    def _relist(self) -> bool:
+        """Look what others put into a shared store, so that it can be evicted; not more often than the interval."""
+        now = self._clock()
+        with self._lock:
+            if not self.backend.traits.shared or now < self._relist_at:
+                return False
+            self._relist_at = now + _RELIST_INTERVAL_S
+        self._list()
+        return True
+
+    def _run_load(self, batch: list[LoadItem]) -> Callable[[], None]:
+        started = time.monotonic()
+        if self._codec_name == "identity":
+            views = [item.record for item in batch]
+        else:
+            nbytes = [frame.record_nbytes(self._codec.max_nbytes(item.layout)) for item in batch]
+            views = self._staging_views([max(n, item.record.nbytes) for n, item in zip(nbytes, batch, strict=True)])
+        keys = [item.key for item in batch]
+        got = self._call("get_many", lambda: self.backend.get_many(keys, views, timeout_s=self.timeout_s))
+        results: Sequence[GetResult] = got if isinstance(got, list) else [got] * len(batch)
+        answers = [self._check(*parts) for parts in zip(batch, views, results, strict=True)]
+        self._count_health(results)
+        seconds = time.monotonic() - started
+
+        def complete() -> None:
+            self._metrics.observe("tier_read_seconds", seconds, tier=self.name)
+            for item, (found, reason) in zip(batch, answers, strict=True):
+                self._metrics.add("tier_reads", tier=self.name, result=reason.partition(":")[0] or "ok")
+                if found is not None:
+                    self._metrics.add("tier_read_bytes", frame.record_nbytes(found.encoded_nbytes), tier=self.name)
+                item.done(item, found, reason, False)
+
+        return complete
+
+    def _check(self, item: LoadItem, view: memoryview, result: GetResult) -> tuple[Frame | None, str]:
+        """Verify one record and bring it, decoded, into its slot; what is wrong is removed."""
+        if result is None:
+            self._forget(item.key, "lost")
+            return None, "miss"
+        if isinstance(result, int):
+            try:
+                found = frame.verify(view, result, item.key, item.layout.fingerprint, item.layout.nbytes)
+                self._decode(item, view, found)
+                return found, ""
+            except ChunkCorrupt as error:
+                result = error
+            except CacheError as error:  # a codec that is not installed: the record is fine
+                log.warning("tier %s: %s", self.name, error)
+                return None, f"fault: {error}"
+        if isinstance(result, ChunkCorrupt):
+            log.warning("tier %s: removed a corrupt record: %s", self.name, result)
+            self._metrics.add("corruptions", tier=self.name)
+            self._remove(item.key, "corrupt")
+            return None, f"corrupt: {result}"
+        return None, f"fault: {result}"
+
+    def _decode(self, item: LoadItem, view: memoryview, found: Frame) -> None:
+        if found.codec == "identity":
+            if view is not item.record:
+                copy_bytes(view[: item.record.nbytes], item.record)
+            return
+        codec = self._codec if found.codec == self._codec_name else self._codec_named(found.codec)
+        if codec is None or found.codec_version > codec.version:
+            raise CacheError(f"{item.key!r} needs codec {found.codec!r} version {found.codec_version}: install it")
+        payload = view[PAGE_NBYTES : PAGE_NBYTES + found.encoded_nbytes]
+        if view is item.record:
+            (staged,) = self._staging_views([found.encoded_nbytes])
+            copy_bytes(payload, staged[: found.encoded_nbytes])
+            payload = staged[: found.encoded_nbytes]
+        codec.decode(payload, item.layout, item.record[PAGE_NBYTES : PAGE_NBYTES + item.layout.nbytes])
+        raw = Frame(item.key, found.depth, found.fingerprint, found.raw_nbytes, found.raw_nbytes, found.stored_at_ns)
+        frame.pack(raw, item.record[:PAGE_NBYTES])
+
+    def _late_load(self, batch: list[LoadItem]) -> None:
+        self.breaker.failed(f"no answer in {2 * self.timeout_s} s")
+        for item in batch:
+            self._metrics.add("tier_reads", tier=self.name, result="late")
+            item.done(item, None, "late", True)
+
+    def _run_store(self, batch: list[StoreItem]) -> Callable[[], None]:
+        started = time.monotonic()
+        results: list[str] = []
+        if self._codec_name == "identity":
+            for item in batch:
+                _seal(item.record)
+            results = self._put(batch, [item.record for item in batch])
+        else:
+            for item in batch:
+                results += self._put([item], [self._encode(item)])
+        seconds = time.monotonic() - started
+
+        def complete() -> None:
+            self._metrics.observe("tier_write_seconds", seconds, tier=self.name)
+            stored = [item for item, reason in zip(batch, results, strict=True) if not reason]
+            nbytes = sum(item.record.nbytes for item in stored)
+            self._metrics.add("tier_written_bytes", nbytes, tier=self.name)
+            for item, reason in zip(batch, results, strict=True):
+                self._metrics.add("tier_writes", tier=self.name, result=reason.partition(":")[0] or "ok")
+                if reason:
+                    self._metrics.add("drops", tier=self.name, reason=reason.partition(":")[0])
+                item.done(item, reason, False)
+            if stored:
+                keys = [item.key for item in stored]
+                self._events.emit("lmcache_chunks_stored", tier=self.name, keys=keys, nbytes=nbytes, seconds=seconds)
+
+        return complete
+
+    def _encode(self, item: StoreItem) -> memoryview:
+        bound = self._codec.max_nbytes(item.layout)
+        (staged,) = self._staging_views([frame.record_nbytes(bound)])
+        raw = item.record[PAGE_NBYTES : PAGE_NBYTES + item.layout.nbytes]
+        nbytes = self._codec.encode(raw, item.layout, staged[PAGE_NBYTES : PAGE_NBYTES + bound])
+        found = frame.parse(item.record)
+        payload = staged[PAGE_NBYTES : PAGE_NBYTES + nbytes]
+        encoded = Frame(
+            found.key,
+            found.depth,
+            found.fingerprint,
+            nbytes,
+            found.raw_nbytes,
+            found.stored_at_ns,
+            self._codec_name,
+            self._codec.version,
+            CHECKSUM_XXH3_64,
+            frame.payload_checksum(payload),
+        )
+        frame.pack(encoded, staged[:PAGE_NBYTES])
+        return staged[: frame.record_nbytes(nbytes)]
+
+    def _put(self, batch: list[StoreItem], records: list[memoryview]) -> list[str]:
+        """Write records that are not there yet; "" or why not for each."""
+        reasons = [""] * len(batch)
+        wanted: list[int] = []
+        limit = self.backend.traits.max_nbytes
+        for index, (item, record) in enumerate(zip(batch, records, strict=True)):
+            too_large = (limit is not None and record.nbytes > limit) or (
+                self.capacity_nbytes is not None and record.nbytes > self.capacity_nbytes
+            )
+            if too_large:
+                reasons[index] = "full: the record is larger than the tier"
+            elif item.key not in self.known:
+                wanted.append(index)
+        for attempt in range(2):
+            if not wanted:
+                break
+            nbytes = sum(records[index].nbytes for index in wanted)
+            at_least = nbytes if attempt else 0
+            if not self._make_room(nbytes, at_least) and not (self._relist() and self._make_room(nbytes, at_least)):
+                for index in wanted:
+                    reasons[index] = "full: everything in the tier is in use"
+                break
+            keys = [batch[index].key for index in wanted]
+            views = [records[index] for index in wanted]
+            put = self._call("put_many", lambda: self.backend.put_many(keys, views, timeout_s=self.timeout_s))  # noqa: B023
+            results = put if isinstance(put, list) else [put] * len(wanted)
+            self._count_health(results)
+            full: list[int] = []
+            with self._lock:
+                for index, result in zip(wanted, results, strict=True):
+                    self._used_nbytes -= records[index].nbytes  # reserved by _make_room
+                    if result is None:
+                        self._learn(batch[index].key, records[index].nbytes, _depth(records[index]))
+                        if batch[index].alone:
+                            self._alone.add(batch[index].key)
+                        reasons[index] = ""
+                    elif isinstance(result, BackendFull):
+                        reasons[index] = f"full: {result}"
+                        full.append(index)
+                    else:
+                        reasons[index] = f"fault: {result}"
+            wanted = full  # the store is fuller than we knew: make room once and try again
+        return reasons
+
+    def _late_store(self, batch: list[StoreItem]) -> None:
+        self.breaker.failed(f"no answer in {2 * self.timeout_s} s")
+        for item in batch:
+            self._metrics.add("tier_writes", tier=self.name, result="late")
+            self._metrics.add("drops", tier=self.name, reason="late")
+            item.done(item, "late", True)
+
+    def _make_room(self, nbytes: int, at_least: int = 0) -> bool:
+        """Reserve `nbytes` of the capacity, evicting what must go, `at_least` bytes of it; False if that is impossible."""
+        with self._lock:
+            need = at_least
+            if self.capacity_nbytes is not None:
+                need = max(need, self._used_nbytes + nbytes - self.capacity_nbytes)
+            victims: list[ChunkKey] = []
+            if need > 0:
+                chosen = self._policy.victims(need, lambda key: key in self._pins)
+                if not chosen and not (at_least and self.capacity_nbytes is None):
+                    return False
+                together = [key for key in chosen if key not in self._alone]
+                victims = list(dict.fromkeys([*chosen, *self._siblings.expand(together)]))
+                victims = [key for key in victims if key not in self._pins]
+                for key in victims:
+                    self._unlearn(key)
+            self._used_nbytes += nbytes
+        for key in victims:
+            self._call("remove", lambda key=key: self.backend.remove(key))  # type: ignore[misc]
+        self._report_evicted(victims, "capacity")
+        return True
+
+    def _learn(self, key: ChunkKey, nbytes: int, depth: int = 0) -> None:
+        self._used_nbytes += nbytes - self.known.get(key, 0)
+        self.known[key] = nbytes
+        self._siblings.add(key)
+        self._policy.on_put(Item(key, depth, nbytes))
+
+    def _unlearn(self, key: ChunkKey) -> bool:
+        nbytes = self.known.pop(key, None)
+        if nbytes is None:
+            return False
+        self._used_nbytes -= nbytes
+        self._siblings.remove(key)
+        self._alone.discard(key)
+        self._policy.on_remove(key)
+        return True
+
+    def _forget(self, key: ChunkKey, reason: str) -> None:
+        with self._lock:
+            known = self._unlearn(key)
+        if known:
+            self._report_evicted([key], reason)
+
+    def _remove(self, key: ChunkKey, reason: str) -> None:
+        self._forget(key, reason)
+        self._call("remove", lambda: self.backend.remove(key))
+
+    def _report_evicted(self, keys: list[ChunkKey], reason: str) -> None:
+        if keys:
+            self._metrics.add("evictions", len(keys), tier=self.name, reason=reason)
+            self._events.emit("lmcache_chunks_evicted", tier=self.name, keys=keys, reason=reason)
+
+    def _drop(self, batch: list[StoreItem], reason: str) -> None:
+        self._metrics.add("drops", len(batch), tier=self.name, reason=reason)
+        for item in batch:
+            item.done(item, reason, False)
+
+    def _call(self, verb: str, call: Callable[[], Any]) -> Any:
+        """`call()`, or the BackendError that it ended with.  A plugin may raise anything: that opens the breaker."""
+        try:
+            return call()
+        except BackendError as error:
+            return error
+        except Exception as error:
+            self.breaker.failed(f"{verb} raised {error!r}", fatal=True)
+            log.exception("tier %s: backend %s raised in %s; this is its bug", self.name, self.backend_name, verb)
+            return _Foreign(f"{verb} raised {error!r}")
+
+    def _count_health(self, results: Sequence[object]) -> None:
+        faults = [r for r in results if isinstance(r, BackendError) and not isinstance(r, (ChunkCorrupt, BackendFull))]
+        if not faults:
+            self.breaker.succeeded()
+        elif not isinstance(faults[0], _Foreign):
+            self.breaker.failed(str(faults[0]))
+
+    def _health_changed(self, healthy: bool, reason: str) -> None:
+        if healthy:
+            log.info("tier %s: in use again", self.name)
+        else:
+            log.warning("tier %s: left alone, tried again at intervals: %s", self.name, reason)
+        self._events.emit("lmcache_tier_health", tier=self.name, healthy=healthy, error=reason)
+
+    def _staging_views(self, sizes: list[int]) -> list[memoryview]:
+        """Page-aligned buffers of this thread, kept and reused: fresh memory costs more than the copy."""
+        aligned = [page_align(size) for size in sizes]
+        buffer = getattr(self._staging, "buffer", None)
+        if buffer is None or len(buffer) < sum(aligned):
+            buffer = self._staging.buffer = mmap.mmap(-1, sum(aligned))
+        views, start = [], 0
+        for size in aligned:
+            views.append(memoryview(buffer)[start : start + size])
+            start += size
+        return views
+
+    def _batches(self, items: Sequence[ItemT]) -> list[list[ItemT]]:
+        batches: list[list[ItemT]] = []
+        room = 0
+        for item in items:
+            if item.record.nbytes > room:
+                batches.append([])
+                room = _BATCH_NBYTES
+            batches[-1].append(item)
+            room -= item.record.nbytes
+        return batches
+
+
+class _Foreign(BackendError):
+    """Stands for an exception that a backend should not have raised; its breaker is open already."""
+
+
+def _seal(record: memoryview) -> None:
+    """Put the payload's checksum into the header, once per record."""
+    found = frame.parse(record)
+    if found.checksum_kind == CHECKSUM_XXH3_64:
+        return
+    checksum = frame.payload_checksum(record[PAGE_NBYTES : PAGE_NBYTES + found.encoded_nbytes])
+    sealed = Frame(
+        found.key,
+        found.depth,
+        found.fingerprint,
+        found.encoded_nbytes,
+        found.raw_nbytes,
+        found.stored_at_ns,
+        checksum_kind=CHECKSUM_XXH3_64,
+        checksum=checksum,
+    )
+    frame.pack(sealed, record[:PAGE_NBYTES])
+
+
+def _depth(record: memoryview) -> int:
+    return frame.parse(record).depth
