@@ -18,8 +18,9 @@ PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 LAYERS = (
     {"errors"},
     {"keys", "layout", "buffers"},
-    {"frame", "backend", "device", "codec", "policy", "chain", "cache", "hookspecs"},
+    {"frame", "backend", "device", "codec", "policy", "chain", "groups", "cache", "hookspecs"},
     {"backends", "devices", "policies"},
+    {"units", "spelling", "nodes", "options"},
     {"plugins", "config"},
     {"index", "transfer", "breaker", "events", "metrics"},
     {"tier"},

@@ -47,6 +47,7 @@ def test_every_folder_of_plugins_is_a_package() -> None:
 def test_a_package_has_its_files_and_one_import_name(package: Path) -> None:
     for name in ("README.md", "CHANGELOG.md", "src", "tests"):
         assert (package / name).exists(), f"{package.name} has no {name}"
+    assert (package / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
     distribution = project(package)["name"]
     assert distribution == ("lmcache-core" if package.name == "core" else package.name)
     inside = {path.name for path in (package / "src").iterdir() if not path.name.endswith((".egg-info", "__pycache__"))}
