@@ -13,7 +13,7 @@ import pytest
 CANNOT_RUN = "cannot run here: "
 """How the reason of a skip begins when the machine lacks what the test needs (a GPU, O_DIRECT) and cannot get it."""
 
-LEFTOVER_TIMEOUT_S = 5.0
+LEFTOVER_TIMEOUT_S = 2.0
 SHARED_THREADS = frozenset({"tqdm_monitor"})
 """Threads that a library starts once per process and never ends."""
 

@@ -68,6 +68,8 @@ def tests(session: nox.Session, package: Path, version: str) -> None:
     install(session, [package], extras=dependency_group(package, "test"))
     suite = package / "tests"
     paths = [str(path) for glob in PORTABLE_TESTS for path in suite.glob(glob)] if version else [str(suite)]
+    if not paths:
+        session.error(f"no tests in {suite}")
     session.run("pytest", *session.posargs, *paths)
 
 
