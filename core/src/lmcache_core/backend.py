@@ -138,10 +138,10 @@ class Backend(ABC, Generic[OptionsT]):
 
     def put_many(
         self, keys: Sequence[ChunkKey], data: Sequence[memoryview], *, timeout_s: float
-    ) -> list[None | BackendError]:
+    ) -> list[BackendError | None]:
         """`put` for each key, in order."""
         deadline = time.monotonic() + timeout_s
-        results: list[None | BackendError] = []
+        results: list[BackendError | None] = []
         for key, buffer in zip(keys, data, strict=True):
             if time.monotonic() > deadline:
                 results.append(BackendUnavailable(f"put_many: not reached in {timeout_s} s"))

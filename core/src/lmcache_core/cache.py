@@ -14,7 +14,7 @@ from .device import Fence, Pages
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a lookup found, leased under its request until `Cache.release`.  Frozen, picklable.  Lengths are in chunks."""
+    """What a lookup found, leased under its request until `Cache.release`.  Frozen, picklable; lengths in chunks."""
 
     chain: Chain
     request: str

@@ -1,19 +1,19 @@
 """Everything this package raises.  A miss is a value (`None`), never an exception.
 
-    CacheError
-    ├── ConfigError             the configuration is wrong; says file, line, path and what to write
-    ├── NamespaceError          a model, adapter or salt cannot be part of a key; that request is not cached
-    ├── CapacityError           more memory was asked for than the host or its limits have
-    ├── PluginError
-    │   ├── PluginNotFound      no installed distribution offers that name
-    │   ├── PluginConflict      two distributions offer it
-    │   ├── PluginImportFailed  its entry point would not import (the cause is chained)
-    │   └── PluginIncompatible  written for an API that this core does not speak
-    ├── BackendError            a store failed; `retryable` says whether trying again can help
-    │   ├── BackendUnavailable  refused, timed out, disconnected       retryable
-    │   ├── BackendFull         no room for the record                 not retryable
-    │   └── ChunkCorrupt        length, identity or checksum is wrong  not retryable
-    └── DeviceError             a device plugin failed
+CacheError
+├── ConfigError             the configuration is wrong; says file, line, path and what to write
+├── NamespaceError          a model, adapter or salt cannot be part of a key; that request is not cached
+├── CapacityError           more memory was asked for than the host or its limits have
+├── PluginError
+│   ├── PluginNotFound      no installed distribution offers that name
+│   ├── PluginConflict      two distributions offer it
+│   ├── PluginImportFailed  its entry point would not import (the cause is chained)
+│   └── PluginIncompatible  written for an API that this core does not speak
+├── BackendError            a store failed; `retryable` says whether trying again can help
+│   ├── BackendUnavailable  refused, timed out, disconnected       retryable
+│   ├── BackendFull         no room for the record                 not retryable
+│   └── ChunkCorrupt        length, identity or checksum is wrong  not retryable
+└── DeviceError             a device plugin failed
 """
 
 from __future__ import annotations

@@ -161,8 +161,8 @@ def chain_digests(
 ) -> list[bytes]:
     """The digest of each whole chunk of `tokens`, in order; the ragged tail has none.
 
-    `parent` is a family_id (16 bytes) or the digest before `first_chunk` (32 bytes).  `tokens` is a sequence of ints or a
-    one-dimensional integer array; values outside 0..2**32-1 raise ValueError.  `extra` maps a chunk's index in the
+    `parent` is a family_id (16 bytes) or the digest before `first_chunk` (32 bytes).  `tokens` is a sequence of ints or
+    a flat integer array; values outside 0..2**32-1 raise ValueError.  `extra` maps a chunk's index in the
     prefix to what enters there and is not a token: full image and audio hashes with their offsets, see `pack_extra`.
     """
     if chunk_tokens <= 0:

@@ -1,0 +1,144 @@
+"""LMCache Core: a KV cache for LLM inference that lives outside the engine.
+
+The names below are the whole public interface; plugins import nothing else (and `lmcache_core.testing` in their tests).
+Each loads its module on first use, so that `import lmcache_core` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from .backend import (
+        API_VERSION,
+        ApiVersion,
+        Backend,
+        Context,
+        Entry,
+        GetResult,
+        NoOptions,
+        SupportsListing,
+        SupportsRegistration,
+        Traits,
+    )
+    from .buffers import copy_bytes
+    from .cache import Cache, Hit, Job, JobResult
+    from .chain import Chain, Group, GroupKind, Model, Shard
+    from .codec import Codec, Identity
+    from .config import CacheConfig, TierConfig, load_config
+    from .device import Device, DoneFence, Fence, Pages, Probe
+    from .errors import (
+        BackendError,
+        BackendFull,
+        BackendUnavailable,
+        CacheError,
+        CapacityError,
+        ChunkCorrupt,
+        ConfigError,
+        DeviceError,
+        NamespaceError,
+        PluginConflict,
+        PluginError,
+        PluginImportFailed,
+        PluginIncompatible,
+        PluginNotFound,
+    )
+    from .hookspecs import hookimpl
+    from .keys import ChunkKey, Family, pack_extra, salt_id
+    from .layout import Layout, Region
+    from .local import LocalCache, open_cache
+    from .policy import EvictionPolicy, Item
+
+__version__: Final = "0.1.0"
+
+__all__ = [
+    "API_VERSION",
+    "ApiVersion",
+    "Backend",
+    "BackendError",
+    "BackendFull",
+    "BackendUnavailable",
+    "Cache",
+    "CacheConfig",
+    "CacheError",
+    "CapacityError",
+    "Chain",
+    "ChunkCorrupt",
+    "ChunkKey",
+    "Codec",
+    "ConfigError",
+    "Context",
+    "Device",
+    "DeviceError",
+    "DoneFence",
+    "Entry",
+    "EvictionPolicy",
+    "Family",
+    "Fence",
+    "GetResult",
+    "Group",
+    "GroupKind",
+    "Hit",
+    "Identity",
+    "Item",
+    "Job",
+    "JobResult",
+    "Layout",
+    "LocalCache",
+    "Model",
+    "NamespaceError",
+    "NoOptions",
+    "Pages",
+    "PluginConflict",
+    "PluginError",
+    "PluginImportFailed",
+    "PluginIncompatible",
+    "PluginNotFound",
+    "Probe",
+    "Region",
+    "Shard",
+    "SupportsListing",
+    "SupportsRegistration",
+    "TierConfig",
+    "Traits",
+    "__version__",
+    "copy_bytes",
+    "hookimpl",
+    "load_config",
+    "open_cache",
+    "pack_extra",
+    "salt_id",
+]
+
+_MODULES: Final = {
+    "backend": "API_VERSION ApiVersion Backend Context Entry GetResult NoOptions SupportsListing SupportsRegistration "
+    "Traits",
+    "buffers": "copy_bytes",
+    "cache": "Cache Hit Job JobResult",
+    "chain": "Chain Group GroupKind Model Shard",
+    "codec": "Codec Identity",
+    "config": "CacheConfig TierConfig load_config",
+    "device": "Device DoneFence Fence Pages Probe",
+    "errors": "BackendError BackendFull BackendUnavailable CacheError CapacityError ChunkCorrupt ConfigError "
+    "DeviceError NamespaceError PluginConflict PluginError PluginImportFailed PluginIncompatible PluginNotFound",
+    "hookspecs": "hookimpl",
+    "keys": "ChunkKey Family pack_extra salt_id",
+    "layout": "Layout Region",
+    "local": "LocalCache open_cache",
+    "policy": "EvictionPolicy Item",
+}
+_HOME: Final = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    module = _HOME.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

