@@ -175,7 +175,8 @@ def load_hooks(
 def load_hook_offer(offer: PluginInfo) -> object:
     """Import a hook plugin: a module, an instance, or a class that is called without arguments."""
     loaded = _import(offer)
-    check_api_version(offer, vars(loaded).get("api_version") if hasattr(loaded, "__dict__") else None)
+    holder = loaded if isinstance(loaded, (type, ModuleType)) else type(loaded)
+    check_api_version(offer, vars(holder).get("api_version"))
     if not isinstance(loaded, type):
         return loaded
     try:
@@ -209,9 +210,13 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str, describe
     try:
         manager.register(plugin, name)
         manager.check_pending()
-    except (pluggy.PluginValidationError, ValueError) as error:
+    except Exception as error:  # registering looks at every attribute, which runs the plugin's properties
         raise PluginIncompatible(f"{described}: {error}") from error
-    if not manager.get_hookcallers(plugin):
+    callers = manager.get_hookcallers(plugin) or []
+    implementations = [impl for caller in callers for impl in caller.get_hookimpls() if impl.plugin is plugin]
+    if any(impl.wrapper or impl.hookwrapper for impl in implementations):
+        raise PluginIncompatible(f"{described}: hooks here only observe; write plain functions, not wrappers")
+    if not implementations:
         known = ", ".join(sorted(name for name in vars(hookspecs) if name.startswith("lmcache_")))
         raise PluginIncompatible(f"{described} implements no hook; mark functions with @hookimpl, known are {known}")
 
