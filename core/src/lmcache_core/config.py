@@ -49,7 +49,7 @@ class TierConfig:
     policy: str = "s3fifo"
     codec: str = "identity"
     timeout_s: float = 10.0
-    options: RawOptions = RawOptions()
+    options: RawOptions = field(default_factory=RawOptions)
 
     def __post_init__(self) -> None:
         if not _TIER_NAME.fullmatch(self.name):
@@ -66,6 +66,8 @@ class TierConfig:
 
 @dataclass(frozen=True, slots=True)
 class PluginsConfig:
+    """Which plugins count as not installed, which hook plugins run, and a Python file with hooks of one's own."""
+
     disable: tuple[str, ...] = ()
     hooks: tuple[str, ...] = ()
     inline: str | None = None

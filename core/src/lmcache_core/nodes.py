@@ -120,7 +120,7 @@ class _Builder:
                 documents += 1
                 if documents > 1:
                     raise self.fault(event, "a second document (---); write one")
-            elif isinstance(event, yaml.NodeEvent):
+            elif isinstance(event, (yaml.AliasEvent, yaml.ScalarEvent, yaml.CollectionStartEvent)):
                 root = self.node(event, stream, 1)
         if isinstance(root, Scalar) and root.is_null:
             return None
@@ -134,8 +134,9 @@ class _Builder:
             raise self.fault(event, f"nested deeper than {MAX_DEPTH} levels")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise self.fault(event, "anchors and aliases (& and *) are not supported; write the value out, or quote it")
-        if getattr(event, "tag", None):
-            raise self.fault(event, f"tags ({event.tag}) are not supported; write the plain value, or quote it")
+        tag = getattr(event, "tag", None)
+        if tag:
+            raise self.fault(event, f"tags ({tag}) are not supported; write the plain value, or quote it")
         where = self.where(event)
         if isinstance(event, yaml.ScalarEvent):
             return self.scalar(event, where)
@@ -181,7 +182,7 @@ class _Builder:
         return _VARIABLE.sub(replace, text)
 
     def where(self, event: yaml.Event) -> str:
-        return f"{self.source}:{event.start_mark.line + 1}"
+        return f"{self.source}:{event.start_mark.line + 1}" if event.start_mark else self.source
 
     def fault(self, event: yaml.Event, problem: str) -> ConfigError:
         return ConfigError(f"{self.where(event)}: {problem}")

@@ -8,7 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -52,7 +52,7 @@ class FieldError(ConfigError):
 class RawOptions:
     """The `options:` of a tier, untyped until its plugin is loaded and says what they are."""
 
-    table: Table = Table({}, PROGRAM)
+    table: Table = field(default_factory=lambda: Table({}, PROGRAM))
     path: str = "options"
 
     @classmethod
@@ -85,8 +85,8 @@ def option_fields(kind: type) -> dict[str, Field[Any]]:
     return {f.name if written(f.name) in exact else written(f.name): f for f in usable}
 
 
-def is_secret(field: Field[Any]) -> bool:
-    return not field.repr
+def is_secret(described: Field[Any]) -> bool:
+    return not described.repr
 
 
 def build(kind: type[T], table: Table, path: str, origins: Origins) -> T:
@@ -109,16 +109,16 @@ def build(kind: type[T], table: Table, path: str, origins: Origins) -> T:
             problems.append(f"{where}given twice, also as {given[name]}")
             continue
         given[name] = key
-        field = known[name]
+        described = known[name]
         try:
-            _refuse_clear_secret(field, node, where)
-            values[field.name] = convert(hints[field.name], node, field.name, _join(path, name), origins)
+            _refuse_clear_secret(described, node, where)
+            values[described.name] = convert(hints[described.name], node, described.name, _join(path, name), origins)
         except ConfigError as error:
             problems.append(str(error))
         if isinstance(node, Scalar):
             origins[_join(path, name)] = Origin(node.source, node.literal)
-    for name, field in known.items():
-        if name not in given and field.default is MISSING and field.default_factory is MISSING:
+    for name, described in known.items():
+        if name not in given and described.default is MISSING and described.default_factory is MISSING:
             problems.append(f"{table.source}: {_join(path, name)}: is required and missing")
     if problems:
         raise ConfigError("\n".join(problems))
@@ -285,9 +285,9 @@ def _item_path(path: str, index: int, item: Node) -> str:
     return f"{path}[{index}]"
 
 
-def _refuse_clear_secret(field: Field[Any], node: Node, where: str) -> None:
-    if is_secret(field) and isinstance(node, Scalar) and node.in_file and not node.is_null and node.value != "":
-        variable = re.sub(r"[^A-Z0-9]+", "_", field.name.upper())
+def _refuse_clear_secret(described: Field[Any], node: Node, where: str) -> None:
+    if is_secret(described) and isinstance(node, Scalar) and node.in_file and not node.is_null and node.value != "":
+        variable = re.sub(r"[^A-Z0-9]+", "_", described.name.upper())
         raise ConfigError(f'{where}is a secret, which must not stand in a file; write "${{{variable}}}" and set it')
 
 

@@ -134,7 +134,7 @@ def load_offer(offer: PluginInfo) -> type:
         raise PluginIncompatible(f"{offer} is {what}, not a subclass of {module}.{base_name}")
     check_api_version(offer, vars(loaded).get("api_version"))
     if inspect.isabstract(loaded):
-        missing = ", ".join(sorted(loaded.__abstractmethods__))
+        missing = ", ".join(sorted(vars(loaded)["__abstractmethods__"]))
         raise PluginIncompatible(f"{offer} does not implement {missing}")
     return loaded
 
@@ -149,7 +149,9 @@ def check_api_version(offer: PluginInfo, declared: object) -> None:
         case (int(major), int(minor)) if isinstance(declared, tuple) and major >= 0 and minor >= 0:
             pass
         case _:
-            raise PluginIncompatible(f"{offer} declares api_version = {declared!r:.80}, which is not a pair like (1, 0)")
+            raise PluginIncompatible(
+                f"{offer} declares api_version = {declared!r:.80}, which is not a pair like (1, 0)"
+            )
     if major != API_VERSION[0] or minor > API_VERSION[1]:
         fix = f"upgrade {CORE}" if (major, minor) > API_VERSION else f"upgrade {offer.dist}"
         ours = f"{API_VERSION[0]}.{API_VERSION[1]}"
@@ -274,7 +276,7 @@ def _offering_distributions() -> Iterator[Distribution]:
 
 
 def _freshest(name: str, found: Distribution) -> Distribution:
-    """Of several metadata directories of one distribution the one that pip wrote, and among those the first on the path.
+    """Of several metadata directories of one distribution the one that pip wrote, of those the first on the path.
 
     An `.egg-info` that an older tool left behind is passed over wherever it lies.
     """

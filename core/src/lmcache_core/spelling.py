@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """"; did you mean 'capacity'?", or nothing when no known word is near."""
+    """Either "; did you mean 'capacity'?", or nothing when no known word is near."""
     by_folded = {name.casefold(): name for name in known}
     close = difflib.get_close_matches(word[:200].casefold(), by_folded, n=1)
     return f"; did you mean {by_folded[close[0]]!r}?" if close else ""

@@ -35,7 +35,8 @@ def parse_nbytes(text: str) -> int:
     if len(number) > 40:
         raise ValueError(f"{_quote(text)} has too many digits")
     scaled = int(whole + fraction) * _SIZE_UNITS[unit]
-    nbytes, rest = divmod(scaled, 10 ** len(fraction))
+    divisor: int = 10 ** len(fraction)
+    nbytes, rest = divmod(scaled, divisor)
     if rest:
         raise ValueError(f"{_quote(text)} is not a whole number of bytes")
     if nbytes > MAX_NBYTES:

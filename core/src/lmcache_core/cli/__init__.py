@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import click
 
-from ..errors import CacheError
+from lmcache_core.errors import CacheError
 
 COMMANDS: Final = {
     "config": (".config", "Check, show or begin a configuration file."),

@@ -13,11 +13,20 @@ from typing import Any
 
 import click
 
-from .. import plugins
-from ..backend import NoOptions
-from ..config import DEFAULT_FILE, MEMORY, CacheConfig, Setting, TierConfig, find_config, load_config, settings
-from ..errors import CacheError, PluginError
-from ..options import Origins
+from lmcache_core import plugins
+from lmcache_core.backend import NoOptions
+from lmcache_core.config import (
+    DEFAULT_FILE,
+    MEMORY,
+    CacheConfig,
+    Setting,
+    TierConfig,
+    find_config,
+    load_config,
+    settings,
+)
+from lmcache_core.errors import CacheError, PluginError
+from lmcache_core.options import Origins
 
 STARTER = """\
 # Configuration of an LMCache Core cache.  `lmc config check` checks it, `lmc config show` prints what is in effect.
@@ -154,4 +163,3 @@ def _parts(config: CacheConfig) -> Iterator[Iterator[Setting]]:
             bare = replace(tier, options=type(tier.options)())
             yield settings(bare, path, origins)
             yield settings(options, f"{path}.options", origins)
-

@@ -9,10 +9,10 @@ from typing import IO, Final
 
 import click
 
-from ..chain import Chain, Group, GroupKind, Model, Shard
-from ..errors import CacheError, ConfigError
-from ..keys import Family, salt_id
-from ..layout import Layout, Region
+from lmcache_core.chain import Chain, Group, GroupKind, Model, Shard
+from lmcache_core.errors import CacheError, ConfigError
+from lmcache_core.keys import Family, salt_id
+from lmcache_core.layout import Layout, Region
 
 MAX_TOKENS_NBYTES: Final = 64 << 20
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import click
 
-from .. import plugins
-from ..config import load_config
-from ..errors import ConfigError, PluginError
-from ..plugins import PluginInfo
+from lmcache_core import plugins
+from lmcache_core.config import load_config
+from lmcache_core.errors import ConfigError, PluginError
+from lmcache_core.plugins import PluginInfo
 
 
 @dataclass(frozen=True, slots=True)
