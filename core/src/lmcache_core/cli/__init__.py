@@ -1,0 +1,52 @@
+"""The command `lmc`.  A subcommand's module is imported when it runs, so that `lmc --help` stays cheap."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Final
+
+import click
+
+from lmcache_core.errors import CacheError
+
+COMMANDS: Final = {
+    "config": (".config", "Check, show or begin a configuration file."),
+    "conform": (".conform", "Run the conformance laws on a backend."),
+    "key": (".key", "Print the keys of a prompt's chunks."),
+    "plugins": (".plugins", "List the installed plugins without importing them."),
+}
+"""Name: module and the line that `--help` shows."""
+
+
+class Failure(click.ClickException):
+    """An error that a person can mend: its message and no traceback, exit status 2."""
+
+    exit_code = 2
+
+
+class LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(COMMANDS[cmd_name][0], __name__).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CacheError as error:
+            raise Failure(str(error)) from error
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="lmcache-core", prog_name="lmc")
+def main() -> None:
+    """A KV cache for LLM inference that lives outside the engine."""

@@ -1,0 +1,165 @@
+"""`lmc config`: check, show or begin a configuration file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lmcache_core import plugins
+from lmcache_core.backend import NoOptions
+from lmcache_core.config import (
+    DEFAULT_FILE,
+    MEMORY,
+    CacheConfig,
+    Setting,
+    TierConfig,
+    find_config,
+    load_config,
+    settings,
+)
+from lmcache_core.errors import CacheError, PluginError
+from lmcache_core.options import Origins
+
+STARTER = """\
+# Configuration of an LMCache Core cache.  `lmc config check` checks it, `lmc config show` prints what is in effect.
+chunk_tokens: 256          # the unit of reuse
+device: auto               # exactly one available device, or an error that lists them
+write: through             # to the tiers below: through | second_use | on_evict
+
+tiers:                     # nearest first
+  - name: host
+    backend: memory        # the host memory itself: first, at most once
+    capacity: 4GiB         # GiB = 2^30 bytes, GB = 10^9, a bare number is bytes
+  - name: disk
+    backend: disk
+    capacity: 50GiB
+    options:
+      path: ./lmcache-data
+  # - name: pool
+  #   backend: redis       # pip install lmcache-redis
+  #   timeout: 2s
+  #   options: {url: "rediss://cache:6379/0", password: "${REDIS_PASSWORD}"}
+
+plugins:
+  disable: []              # names or distributions that count as not installed
+  hooks: [log]             # one log line for each request that loads something
+"""
+
+_file = click.option(
+    "--config", "path", type=click.Path(path_type=Path), help=f"Default: $LMCACHE_CONFIG, else ./{DEFAULT_FILE}."
+)
+
+
+@click.group("config", help="Check, show or begin a configuration file.")
+def command() -> None:
+    pass
+
+
+@command.command()
+@_file
+def check(path: Path | None) -> None:
+    """Read the configuration, load each plugin that it names, and check the options against it."""
+    config = load_config(path)
+    problems = list(_problems(config))
+    if problems:
+        raise CacheError("\n".join(problems))
+    tiers = ", ".join(f"{tier.name} ({tier.backend})" for tier in config.tiers)
+    click.echo(f"{find_config(path, os.environ) or 'defaults'}: fine; tiers: {tiers}")
+
+
+@command.command()
+@_file
+@click.option("--json", "as_json", is_flag=True, help="A JSON array of path, value and source.")
+def show(path: Path | None, as_json: bool) -> None:
+    """Print each effective value and where it came from; secrets are masked."""
+    config = load_config(path)
+    table = [setting for part in _parts(config) for setting in part]
+    if as_json:
+        click.echo(json.dumps([asdict(setting) for setting in table], indent=1))
+        return
+    width = max(len(f"{setting.path}: {setting.value}") for setting in table)
+    for setting in table:
+        click.echo(f"{f'{setting.path}: {setting.value}':<{min(width, 72)}}  # {setting.source}")
+
+
+@command.command()
+@click.option("--config", "path", type=click.Path(path_type=Path), default=Path(DEFAULT_FILE), show_default=True)
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+def init(path: Path, force: bool) -> None:
+    """Write a configuration to begin with."""
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as stream:
+            stream.write(STARTER)
+    except FileExistsError as error:
+        raise CacheError(f"{path}: is there already; --force replaces it") from error
+    except OSError as error:
+        raise CacheError(f"{path}: cannot be written: {error.strerror}") from error
+    click.echo(f"wrote {path}; check it with: lmc config check --config {path}")
+
+
+def _problems(config: CacheConfig) -> Iterator[str]:
+    """What is wrong beyond the file itself: plugins that are missing or broken, options they do not take."""
+    disable = config.plugins.disable
+    for tier in config.tiers:
+        for group, name in _named_by(tier):
+            try:
+                _load(group, name, disable)
+            except PluginError as error:
+                path = f"tiers.{tier.name}.{plugins.kind_of(group)}"
+                source = config.origins[path].source if path in config.origins else "default"
+                yield f"{source}: {path}: {error}"
+        try:
+            _typed_options(tier, disable, {})
+        except PluginError:
+            pass  # said above
+        except CacheError as error:
+            yield str(error)
+    try:
+        if config.device != "auto":
+            _load(plugins.DEVICES, config.device, disable)
+        with contextlib.redirect_stdout(sys.stderr):
+            plugins.load_hooks(config.plugins.hooks, disable, config.plugins.inline)
+    except PluginError as error:
+        yield str(error)
+
+
+def _named_by(tier: TierConfig) -> Iterator[tuple[str, str]]:
+    if tier.backend != MEMORY:
+        yield plugins.BACKENDS, tier.backend
+    yield plugins.POLICIES, tier.policy
+    yield plugins.CODECS, tier.codec
+
+
+def _load(group: str, name: str, disable: tuple[str, ...]) -> type:
+    with contextlib.redirect_stdout(sys.stderr):
+        return plugins.load(group, name, disable)
+
+
+def _typed_options(tier: TierConfig, disable: tuple[str, ...], origins: Origins) -> Any:
+    kind = NoOptions if tier.backend == MEMORY else _load(plugins.BACKENDS, tier.backend, disable).Options  # type: ignore[attr-defined]
+    return tier.options.into(kind, origins)
+
+
+def _parts(config: CacheConfig) -> Iterator[Iterator[Setting]]:
+    """The settings with the options of each tier as its plugin understands them, or as written where it cannot."""
+    yield (s for s in settings(config, "", config.origins) if not s.path.startswith("tiers."))
+    for tier in config.tiers:
+        origins = dict(config.origins)
+        path = f"tiers.{tier.name}"
+        try:
+            options = _typed_options(tier, config.plugins.disable, origins)
+        except CacheError as error:
+            click.echo(f"warning: {path}.options are shown as written: {error}", err=True)
+            yield settings(tier, path, origins)
+        else:
+            bare = replace(tier, options=type(tier.options)())
+            yield settings(bare, path, origins)
+            yield settings(options, f"{path}.options", origins)
