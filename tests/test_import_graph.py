@@ -26,6 +26,7 @@ LAYERS = (
     {"tier"},
     {"pool"},
     {"local", "server", "client"},
+    {"opening"},
     {"testing"},
     {"cli"},
 )

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from .hookspecs import hookimpl
     from .keys import ChunkKey, Family, pack_extra, salt_id
     from .layout import Layout, Region
-    from .local import LocalCache, open_cache
+    from .local import CacheStatus, LocalCache
+    from .opening import open_cache
     from .policy import EvictionPolicy, Item
 
 __version__: Final = "0.1.0"
@@ -62,6 +63,7 @@ __all__ = [
     "Cache",
     "CacheConfig",
     "CacheError",
+    "CacheStatus",
     "CapacityError",
     "Chain",
     "ChunkCorrupt",
@@ -125,7 +127,8 @@ _MODULES: Final = {
     "hookspecs": "hookimpl",
     "keys": "ChunkKey Family pack_extra salt_id",
     "layout": "Layout Region",
-    "local": "LocalCache open_cache",
+    "local": "CacheStatus LocalCache",
+    "opening": "open_cache",
     "policy": "EvictionPolicy Item",
 }
 _HOME: Final = {name: module for module, names in _MODULES.items() for name in names.split()}

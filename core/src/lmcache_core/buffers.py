@@ -6,7 +6,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -77,7 +77,8 @@ class Extent:
 
     def prefault(self) -> None:
         """Have the kernel back every page now, in steps; the GIL is free meanwhile."""
-        for start in range(0, self.nbytes, _PREFAULT_STEP_NBYTES):
+        alive = self.view  # the map stays while we hold this
+        for start in range(0, alive.nbytes, _PREFAULT_STEP_NBYTES):
             step = min(_PREFAULT_STEP_NBYTES, self.nbytes - start)
             address = ctypes.c_void_p(self.address + start)
             if _libc.madvise(address, ctypes.c_size_t(step), _MADV_POPULATE_WRITE):
@@ -100,6 +101,8 @@ class Slab:
         self.extents: dict[int, Extent] = {}
         self.used_nbytes = 0
         """Sum of the extents, which is what the kernel may have to back."""
+        self.on_grow: Callable[[Extent], None] = lambda extent: None
+        self.on_drop: Callable[[Extent], None] = lambda extent: None
         self._next_id = 0
 
     def take(self, nbytes: int) -> Slot | None:
@@ -138,6 +141,7 @@ class Slab:
     def close(self) -> None:
         """Drop every extent.  Twice is fine."""
         for extent in self.extents.values():
+            self.on_drop(extent)
             extent.close()
         self.extents.clear()
         self.used_nbytes = 0
@@ -148,6 +152,7 @@ class Slab:
             raise RuntimeError(f"extent {extent.extent_id} has slots in use and cannot be dropped")
         del self.extents[extent.extent_id]
         self.used_nbytes -= extent.nbytes
+        self.on_drop(extent)
         extent.close()
 
     def _grow(self, slot_nbytes: int) -> Extent | None:
@@ -164,6 +169,7 @@ class Slab:
         self._next_id += 1
         self.extents[extent.extent_id] = extent
         self.used_nbytes += nbytes
+        self.on_grow(extent)
         return extent
 
 

@@ -1,0 +1,155 @@
+"""From a configuration to a running cache: loads the plugins that it names, and only those."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from . import plugins
+from .backend import Backend, Context
+from .buffers import Slab
+from .codec import Codec
+from .config import CacheConfig, TierConfig, load_config
+from .device import Device
+from .errors import ConfigError, DeviceError, PluginError
+from .events import Events
+from .local import LocalCache
+from .metrics import Metrics
+from .policy import EvictionPolicy
+from .pool import Pool
+from .tier import Tier
+
+log = logging.getLogger(__name__)
+
+
+def open_cache(config: CacheConfig | str | Path | None = None) -> LocalCache:
+    """Open the cache that a configuration, or the YAML file that `load_config` finds, describes.
+
+    Raises ConfigError, PluginError or CapacityError, having closed whatever was open by then.
+    """
+    if not isinstance(config, CacheConfig):
+        config = load_config(config)
+    disable = config.plugins.disable
+    host = config.host
+    capacity = host.capacity_nbytes if host is not None else config.staging_nbytes
+    assert capacity is not None
+    device_name, device = _open_device(config.device, disable)
+    new_policy = _policy(host.policy if host is not None else "lru", disable)
+    below = [tier for tier in config.tiers if tier is not host]
+    metrics = Metrics()
+    slab = Slab(capacity)
+    events = _open_events(config, metrics)
+    tiers: list[Tier] = []
+    try:
+        for tier in below:
+            tiers.append(open_tier(tier, disable, metrics, events, max_queued_nbytes=max(capacity // 4, 1)))
+            tiers[-1].start()
+    except BaseException:
+        for opened in tiers:
+            opened.close()
+        events.close()
+        raise
+    pool = Pool(
+        slab,
+        tiers,
+        new_policy=new_policy,
+        metrics=metrics,
+        events=events,
+        name=host.name if host is not None else "staging",
+        write=config.write,
+        lease_timeout_s=config.lease_timeout_s,
+    )
+    log.info(
+        "cache ready: device %s, %d bytes of host memory for this process alone, below it %s; every process that opens "
+        "a cache takes as much again",
+        device_name,
+        capacity,
+        ", ".join(f"{tier.name} ({tier.backend_name})" for tier in tiers) or "nothing",
+    )
+    return LocalCache(pool, device, metrics=metrics, events=events, device_name=device_name)
+
+
+def open_tier(
+    config: TierConfig,
+    disable: tuple[str, ...],
+    metrics: Metrics,
+    events: Events,
+    *,
+    max_queued_nbytes: int,
+) -> Tier:
+    """One tier with its backend, codec and policy; not started."""
+    codec = plugins.load(plugins.CODECS, config.codec, disable)()
+
+    def codec_named(name: str) -> Codec | None:
+        try:
+            found = plugins.load(plugins.CODECS, name, disable)()
+        except PluginError as error:
+            log.warning("tier %s holds records of codec %r: %s", config.name, name, error)
+            return None
+        assert isinstance(found, Codec)
+        return found
+
+    policy = _policy(config.policy, disable)()
+    backend = open_backend(config, disable)
+    return Tier(
+        config.name,
+        backend,
+        backend_name=config.backend,
+        codec=codec,
+        codec_name=config.codec.partition("@")[0],
+        codec_named=codec_named,
+        policy=policy,
+        capacity_nbytes=config.capacity_nbytes,
+        timeout_s=config.timeout_s,
+        max_queued_nbytes=max_queued_nbytes,
+        metrics=metrics,
+        events=events,
+    )
+
+
+def open_backend(config: TierConfig, disable: tuple[str, ...] = ()) -> Backend[Any]:
+    """The backend that a tier names, with its options checked."""
+    kind = plugins.load(plugins.BACKENDS, config.backend, disable)
+    options = config.options.into(kind.Options)
+    backend = kind(options, Context(capacity_nbytes=config.capacity_nbytes, timeout_s=config.timeout_s))
+    assert isinstance(backend, Backend)
+    return backend
+
+
+def _open_device(name: str, disable: tuple[str, ...]) -> tuple[str, Device]:
+    """The device of that name; "auto" is the one accelerator that is there, or the CPU."""
+    if name != "auto":
+        kind: type[Device] = plugins.load(plugins.DEVICES, name, disable)
+        probe = kind.probe()
+        if not probe.count:
+            raise DeviceError(f"device {name!r} is not there: {probe.reason}")
+        return name, kind()
+    found: list[tuple[str, type[Device]]] = []
+    for offer in plugins.discover(plugins.DEVICES):
+        if offer.name == "cpu" or plugins.is_disabled(offer, disable):
+            continue
+        kind = plugins.load_offer(offer)
+        if kind.probe().count:
+            found.append((offer.name, kind))
+    if len(found) > 1:
+        names = ", ".join(sorted(name for name, _ in found))
+        raise ConfigError(f"device: auto finds more than one device here ({names}); name the one to use")
+    if found:
+        return found[0][0], found[0][1]()
+    return "cpu", plugins.load(plugins.DEVICES, "cpu", disable)()
+
+
+def _policy(name: str, disable: tuple[str, ...]) -> Callable[[], EvictionPolicy]:
+    kind: Callable[[], EvictionPolicy] = plugins.load(plugins.POLICIES, name, disable)
+    return kind
+
+
+def _open_events(config: CacheConfig, metrics: Metrics) -> Events:
+    if not config.plugins.hooks and config.plugins.inline is None:
+        return Events(None)
+    manager = plugins.load_hooks(config.plugins.hooks, config.plugins.disable, config.plugins.inline)
+    return Events(
+        lambda hook, arguments: plugins.call_hooks(manager, hook, **arguments), lambda: metrics.add("hook_drops")
+    )
