@@ -1,4 +1,4 @@
-"""File names of the disk store: where a record lies, what a temporary file says of its writer, and which files are ours."""
+"""File names of the disk store: where a record lies, what a temporary file says of its writer, which files are ours."""
 
 from __future__ import annotations
 
