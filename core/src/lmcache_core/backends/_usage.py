@@ -1,0 +1,239 @@
+"""The byte total that all processes with one disk store share: reserved before a write, given back by whoever unlinks.
+
+Two files below the version directory.  `lock` is held shared by every open backend; the one that gets it exclusively
+at open counts the directory anew.  `usage` holds the total and the smallest limit, then one line for each open backend
+that has a limit; its flock guards them, and every rename and unlink of a record, so that the total nets out.
+
+A process that is killed leaves at worst a total that is too high, until the next exclusive open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from ..errors import BackendError, BackendFull, BackendUnavailable
+from ._files import TMP, Writer, is_ours, open_directory, parse_temp, walk
+
+logger = logging.getLogger(__name__)
+
+_HEAD: Final = struct.Struct("<8sqq")
+_MAGIC: Final = b"LMCuse\x01\n"
+_NO_LIMIT: Final = -1
+_OPEN_TIMEOUT_S: Final = 120.0
+_FLAGS: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class SharedTotal:
+    """The total of one store, seen by one open backend."""
+
+    def __init__(self, root_fd: int, writer: Writer, limit_nbytes: int | None, timeout_s: float) -> None:
+        self._root_fd = root_fd
+        self._writer = writer
+        self._timeout_s = timeout_s
+        self._mutex = threading.Lock()
+        self._line = b""
+        self._fd = -1
+        self._lock_fd = os.open("lock", _FLAGS, 0o600, dir_fd=root_fd)
+        try:
+            self._fd = os.open("usage", _FLAGS, 0o600, dir_fd=root_fd)
+            self._join(limit_nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> None:
+        if not self._mutex.acquire(timeout=self._timeout_s):
+            raise BackendUnavailable(f"the usage lock was busy for {self._timeout_s} s")
+        try:
+            _flock(self._fd, fcntl.LOCK_EX, self._timeout_s)
+        except BaseException:
+            self._mutex.release()
+            raise
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._mutex.release()
+
+    def reserve(self, nbytes: int) -> None:
+        """Count `nbytes` before they are written; raises BackendFull, having counted nothing, beyond the limit."""
+        with self:
+            total, limit = self._read()
+            if limit == _NO_LIMIT or total + nbytes <= limit:
+                self._write(total + nbytes, limit)
+                return
+        # What killed writers had reserved is not in use.
+        freed = self.drop_dead_temps()
+        with self:
+            total, limit = self._read()
+            if total + nbytes > limit:
+                raise BackendFull(f"{nbytes} bytes do not fit: {total} of {limit} bytes are in use")
+            self._write(total + nbytes, limit)
+        logger.info("gave back %d bytes that writers which have ended had reserved", freed)
+
+    def give_back(self, nbytes: int) -> None:
+        with self:
+            self.add(-nbytes)
+
+    def add(self, nbytes: int) -> None:
+        """Change the total; the caller holds the lock (`with total:`)."""
+        total, limit = self._read()
+        self._write(max(0, total + nbytes), limit)
+
+    def read(self) -> tuple[int, int | None]:
+        """Bytes in use, reservations included, and the limit that holds."""
+        with self:
+            total, limit = self._read()
+        return total, None if limit == _NO_LIMIT else limit
+
+    def drop_dead_temps(self) -> int:
+        """Unlink the temporary files of processes of this host that have ended; returns the bytes given back."""
+        freed = 0
+        for name, writer, nbytes in self._temps():
+            if writer.is_dead(self._writer) and self._unlink_temp(name):
+                self.give_back(nbytes)
+                freed += nbytes
+        return freed
+
+    def close(self) -> None:
+        """Take back our limit and let go of both locks."""
+        fd, self._fd = self._fd, -1
+        lock_fd, self._lock_fd = self._lock_fd, -1
+        try:
+            if self._line and fd >= 0:
+                # A busy lock at this point costs a limit that outlives us until the next exclusive open.
+                with contextlib.suppress(OSError, BackendError):
+                    _flock(fd, fcntl.LOCK_EX, self._timeout_s)
+                    total = _parse(os.pread(fd, _HEAD.size, 0))[0]
+                    _rewrite(fd, total, [line for line in _lines(fd) if line != self._line])
+        finally:
+            for each in (fd, lock_fd):
+                if each >= 0:
+                    os.close(each)
+
+    def _join(self, limit_nbytes: int | None) -> None:
+        """Enter the circle of open backends, counting first where we are the only one."""
+        try:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        else:
+            self._recount(exclusive=True)
+        # The change to a shared lock is not atomic: another process may count in between, which changes nothing.
+        _flock(self._lock_fd, fcntl.LOCK_SH, _OPEN_TIMEOUT_S)
+        with self:
+            try:
+                self._read()
+            except BackendError:
+                logger.warning("the usage file of the disk store is damaged; counting anew")
+                self._recount(exclusive=False)
+            others = [line for line in _lines(self._fd) if not _owner(line).is_dead(self._writer)]
+            if limit_nbytes is not None:
+                self._line = f"{self._writer.temp_name(limit_nbytes)}\n".encode()
+                others.append(self._line)
+            _rewrite(self._fd, self._read()[0], others)
+        limits = sorted({_parsed(line)[1] for line in others})
+        if limit_nbytes is not None and len(limits) > 1:
+            logger.warning(
+                "processes share this disk store with different limits, %s bytes (ours is %d): the smallest holds",
+                " and ".join(map(str, limits)),
+                limit_nbytes,
+            )
+        self.drop_dead_temps()
+
+    def _recount(self, *, exclusive: bool) -> None:
+        total = sum(entry.nbytes for entry in walk(self._root_fd))
+        for name, writer, nbytes in self._temps():
+            # Alone, nobody else is writing, on whatever host: a temporary file is garbage, but never a live process's.
+            ended = writer.host != self._writer.host or writer.is_dead(self._writer)
+            if not (exclusive and ended and self._unlink_temp(name)):
+                total += nbytes
+        _rewrite(self._fd, total, [] if exclusive else _lines(self._fd))
+
+    def _temps(self) -> Iterator[tuple[str, Writer, int]]:
+        fd = open_directory(TMP, self._root_fd)
+        try:
+            names = os.listdir(fd)
+        finally:
+            os.close(fd)
+        for name in names:
+            parsed = parse_temp(name)
+            if parsed is not None:
+                yield name, *parsed
+
+    def _unlink_temp(self, name: str) -> bool:
+        path = f"{TMP}/{name}"
+        try:
+            if not is_ours(os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)):
+                return False
+            os.unlink(path, dir_fd=self._root_fd)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _read(self) -> tuple[int, int]:
+        return _parse(os.pread(self._fd, _HEAD.size, 0))
+
+    def _write(self, total: int, limit: int) -> None:
+        os.pwrite(self._fd, _HEAD.pack(_MAGIC, total, limit), 0)
+
+
+def _parse(head: bytes) -> tuple[int, int]:
+    if len(head) == _HEAD.size:
+        magic, total, limit = _HEAD.unpack(head)
+        if magic == _MAGIC and total >= 0:
+            return int(total), int(limit)
+    raise BackendError("the usage file of the disk store is damaged; it is counted anew at the next start")
+
+
+def _lines(fd: int) -> list[bytes]:
+    """One `Writer.temp_name(limit)` for each open backend with a limit; whatever else is there is passed over."""
+    text = os.pread(fd, 1 << 20, _HEAD.size)
+    return [line for line in text.splitlines(keepends=True) if parse_temp(line.decode("ascii", "replace").rstrip("\n"))]
+
+
+def _owner(line: bytes) -> Writer:
+    return _parsed(line)[0]
+
+
+def _parsed(line: bytes) -> tuple[Writer, int]:
+    parsed = parse_temp(line.decode().rstrip("\n"))
+    assert parsed is not None
+    return parsed
+
+
+def _rewrite(fd: int, total: int, lines: list[bytes]) -> None:
+    limit = min((_parsed(line)[1] for line in lines), default=_NO_LIMIT)
+    content = _HEAD.pack(_MAGIC, total, limit) + b"".join(lines)
+    os.pwrite(fd, content, 0)
+    os.ftruncate(fd, len(content))
+
+
+def _flock(fd: int, operation: int, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    """flock with a deadline: a process that was stopped while it held the lock must not stop ours."""
+    try:
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
+        return
+    except BlockingIOError:
+        pass
+    deadline = clock() + timeout_s
+    pause_s = 20e-6
+    while True:
+        try:
+            fcntl.flock(fd, operation | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if clock() >= deadline:
+                message = f"another process has held the disk store's lock for {timeout_s} s"
+                raise BackendUnavailable(message) from error
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 1e-3)

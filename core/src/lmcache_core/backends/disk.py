@@ -1,0 +1,343 @@
+"""The disk backend: one file per record, written directly, published by rename, shared by processes under one total."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Final, Literal
+
+from ..backend import ApiVersion, Backend, Context, Entry, Traits
+from ..errors import BackendError, BackendFull, BackendUnavailable, ChunkCorrupt, ConfigError
+from ..keys import ChunkKey
+from ..layout import PAGE_NBYTES
+from ._files import TMP, Writer, is_ours, open_directory, record_dir, walk
+from ._io import O_DIRECT, probe_io, read_file, write_file
+from ._usage import SharedTotal
+
+logger = logging.getLogger(__name__)
+
+VERSION_DIR: Final = "v1"
+_KNOWN_DIRS: Final = 1 << 16
+# O_NONBLOCK: opening a FIFO that somebody put there must not wait for its writer.  Regular files ignore it.
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NOT_A_RECORD: Final = frozenset(
+    (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENXIO, errno.ESTALE)
+)
+_NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+_PASSING: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskOptions:
+    """Settings of the disk backend."""
+
+    path: str
+    """Directory of the store: absolute, or from "~".  Created (mode 0700) if it is missing.  No default."""
+    direct: Literal["auto", "on", "off"] = "auto"
+    """O_DIRECT, past the page cache: "auto" where it works, "on" or an error, "off".  Default "auto"."""
+
+
+class DiskBackend(Backend[DiskOptions]):
+    """Records as files `PATH/v1/<shard_id>/<two digits>/<digest>`, complete from the moment they have that name.
+
+    Nothing is synced: the checksums of the layer above decide after a crash.  What is counted against the capacity is
+    the length of the files, so a record of 4 KiB header and padded payload counts as that many bytes; directories are
+    not counted.  Files, links and directories that are not records are neither followed, counted, nor touched.
+
+    Processes of one host may share a store, each record visible to all at once and the capacity holding for their sum.
+    On a network file system that needs one whose flock works between the hosts.  Not for use across `os.fork`.
+    """
+
+    api_version: ClassVar[ApiVersion] = (1, 0)
+    traits: ClassVar[Traits] = Traits(persistent=True, shared=True, alignment=PAGE_NBYTES, io_threads=4)
+    Options: ClassVar[type] = DiskOptions
+
+    def __init__(self, options: DiskOptions, context: Context) -> None:
+        super().__init__(options, context)
+        if options.direct not in ("auto", "on", "off"):
+            raise ConfigError(f"disk: direct must be auto, on or off, got {options.direct!r}")
+        self._root = _root_path(options.path)
+        self._writer = Writer.current()
+        self._guard = threading.Lock()
+        self._active = 0
+        self._closed = False
+        self._dirs: set[str] = set()
+        self._fd = -1
+        with contextlib.ExitStack() as undo:
+            with _naming(self._root):
+                self._fd = _open_version_dir(self._root)
+                undo.callback(os.close, self._fd)
+                probe = f"{TMP}/{self._writer.temp_name(0)}"
+                self._direct = probe_io(probe, self._fd, allow_direct=options.direct != "off")
+                self._total = SharedTotal(self._fd, self._writer, context.capacity_nbytes, context.timeout_s)
+                undo.callback(self._total.close)
+            if options.direct == "on" and not self._direct:
+                raise ConfigError(f"disk: direct is on, but O_DIRECT does not work in {self._root}")
+            undo.pop_all()
+        self.io_mode: Literal["direct", "buffered"] = "direct" if self._direct else "buffered"
+        used, limit = self._total.read()
+        logger.info("disk store %s: %s I/O, %d bytes in use, limit %s", self._root, self.io_mode, used, limit)
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes in use by all processes: files, and what is reserved for writes under way."""
+        self._enter()
+        try:
+            return self._total.read()[0]
+        finally:
+            self._leave()
+
+    def contains(self, key: ChunkKey) -> bool:
+        self._enter()
+        try:
+            directory, name = record_dir(key)
+            if directory not in self._dirs and not self._is_safe(directory):
+                return False
+            return is_ours(os.stat(f"{directory}/{name}", dir_fd=self._fd, follow_symlinks=False))
+        except OSError as error:
+            if error.errno in _NOT_A_RECORD:
+                return False
+            raise _fault(error, "stat", key) from error
+        finally:
+            self._leave()
+
+    def get(self, key: ChunkKey, into: memoryview) -> int | None:
+        self._enter()
+        try:
+            directory, name = record_dir(key)
+            if directory not in self._dirs and not self._is_safe(directory):
+                return None
+            try:
+                fd, direct = self._open_record(f"{directory}/{name}")
+            except OSError as error:
+                if error.errno in _NOT_A_RECORD:
+                    return None
+                raise
+            try:
+                status = os.fstat(fd)
+                if not is_ours(status):
+                    return None
+                nbytes = status.st_size
+                if nbytes > len(into):
+                    raise ChunkCorrupt(f"{key!r} has {nbytes} bytes on disk, at most {len(into)} were expected")
+                return read_file(fd, nbytes, into, direct)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise _fault(error, "read", key) from error
+        finally:
+            self._leave()
+
+    def put(self, key: ChunkKey, data: memoryview) -> None:
+        nbytes = len(data)
+        self._enter()
+        try:
+            self._total.reserve(nbytes)
+            temp = f"{TMP}/{self._writer.temp_name(nbytes)}"
+            try:
+                self._write(temp, data)
+                self._publish(temp, key)
+            except BaseException:
+                self._discard(temp, nbytes)
+                raise
+        except OSError as error:
+            raise _fault(error, "write", key) from error
+        finally:
+            self._leave()
+
+    def remove(self, key: ChunkKey) -> bool:
+        directory, name = record_dir(key)
+        path = f"{directory}/{name}"
+        self._enter()
+        held = -1
+        try:
+            if directory not in self._dirs and not self._is_safe(directory):
+                return False
+            with self._total:
+                # Held open across the unlink, so that the blocks are freed after the lock is.
+                held = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+                status = os.fstat(held)
+                if not is_ours(status):
+                    return False
+                os.unlink(path, dir_fd=self._fd)
+                self._total.add(-status.st_size)
+            return True
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return False
+            raise _fault(error, "remove", key) from error
+        finally:
+            if held >= 0:
+                os.close(held)
+            self._leave()
+
+    def entries(self, shard_id: bytes | None = None) -> Iterator[Entry]:
+        """Every record, its file's time of modification as `stored_at`.  Files that are not records are passed over."""
+        self._enter()
+        try:
+            yield from walk(self._fd, shard_id)
+        except OSError as error:
+            raise _fault(error, "list", None) from error
+        finally:
+            self._leave()
+
+    def close(self) -> None:
+        with self._guard:
+            self._closed = True
+            if self._active:
+                return  # the last call under way closes: a descriptor's number must not be reused under it
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            self._total.close()
+            os.close(fd)
+
+    def _enter(self) -> None:
+        with self._guard:
+            if self._closed:
+                raise BackendError(f"the disk store {self._root} is closed")
+            self._active += 1
+
+    def _leave(self) -> None:
+        with self._guard:
+            self._active -= 1
+            last = self._closed and not self._active
+        if last:
+            self.close()
+
+    def _open_record(self, path: str) -> tuple[int, bool]:
+        if self._direct:
+            try:
+                return os.open(path, _READ | O_DIRECT, dir_fd=self._fd), True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        return os.open(path, _READ, dir_fd=self._fd), False
+
+    def _write(self, temp: str, data: memoryview) -> None:
+        direct = self._direct and len(data) >= PAGE_NBYTES
+        fd = os.open(temp, _WRITE | (O_DIRECT if direct else 0), 0o600, dir_fd=self._fd)
+        try:
+            write_file(fd, data, direct)
+        finally:
+            os.close(fd)
+
+    def _publish(self, temp: str, key: ChunkKey) -> None:
+        directory, name = record_dir(key)
+        path = f"{directory}/{name}"
+        self._make_dir(directory)
+        with self._total:
+            replaced = self._size_of(path)
+            try:
+                os.rename(temp, path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            except FileNotFoundError:
+                # Somebody removed the directory that we knew.
+                self._dirs.discard(directory)
+                self._make_dir(directory)
+                os.rename(temp, path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            if replaced:
+                # The record is there by now; failing here would count it as absent.
+                with contextlib.suppress(OSError, BackendError):
+                    self._total.add(-replaced)
+
+    def _size_of(self, path: str) -> int:
+        try:
+            status = os.stat(path, dir_fd=self._fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return 0
+        if not is_ours(status):
+            raise BackendError(f"{self._root}/{VERSION_DIR}/{path} is in the way and not a record; it is left alone")
+        return status.st_size
+
+    def _discard(self, temp: str, nbytes: int) -> None:
+        # Trouble here leaves the total too high until the store is counted again, never too low.
+        with contextlib.suppress(OSError, BackendError):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temp, dir_fd=self._fd)
+            self._total.give_back(nbytes)
+
+    def _is_safe(self, directory: str) -> bool:
+        """Whether both levels are real directories; remembered, since that is asked for each record."""
+        try:
+            for path in (directory[:32], directory):
+                if not stat.S_ISDIR(os.stat(path, dir_fd=self._fd, follow_symlinks=False).st_mode):
+                    return False
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        if len(self._dirs) >= _KNOWN_DIRS:
+            self._dirs.clear()
+        self._dirs.add(directory)
+        return True
+
+    def _make_dir(self, directory: str) -> None:
+        if directory in self._dirs:
+            return
+        for path in (directory[:32], directory):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700, dir_fd=self._fd)
+        if not self._is_safe(directory):
+            raise BackendError(f"{self._root}/{VERSION_DIR}/{directory} is in the way and not a directory of records")
+
+
+def _fault(error: OSError, verb: str, key: ChunkKey | None) -> BackendError:
+    what = f"disk {verb} {key!r}: {error.strerror}" if key else f"disk {verb}: {error.strerror}"
+    if error.errno in _NO_ROOM:
+        return BackendFull(what)
+    if error.errno in _PASSING:
+        return BackendUnavailable(what)
+    return BackendError(what)
+
+
+def _root_path(path: str) -> Path:
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ConfigError(f"disk: path must be the name of a directory, got {path!r}")
+    root = Path(path)
+    if path.startswith("~"):
+        try:
+            root = root.expanduser()
+        except RuntimeError as error:
+            raise ConfigError(f"disk: path {path!r}: {error}") from error
+    if not root.is_absolute():
+        raise ConfigError(f"disk: path must be absolute or start with ~, got {path!r}")
+    return root
+
+
+def _open_version_dir(root: Path) -> int:
+    """Create what is missing and return a descriptor of `root/v1`; nothing on the way from `root` may be a link."""
+    root.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(0o700)
+    fd = open_directory(str(root), -1)
+    try:
+        for name in (VERSION_DIR, TMP):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=fd)
+            inner = open_directory(name, fd)
+            if name == TMP:
+                os.close(inner)
+            else:
+                os.close(fd)
+                fd = inner
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextlib.contextmanager
+def _naming(root: Path) -> Iterator[None]:
+    """Trouble at open is a ConfigError that names the directory and the cause."""
+    try:
+        yield
+    except OSError as error:
+        cause = error.strerror or str(error)
+        if root.is_symlink():
+            cause = "it is a symbolic link; name the directory itself"
+        raise ConfigError(f"disk: cannot use {root}: {cause}") from error

@@ -1,0 +1,30 @@
+"""The conformance kit: what a plugin must keep, checked by its own test-suite or by `lmc conform`.
+
+Backends: inherit `BackendLaws` in a test class, or call `run_backend_laws(open_backend) -> list[LawResult]`, where
+`open_backend(context: Context) -> Backend` opens a handle on the store.  Only the former needs pytest.
+"""
+
+from __future__ import annotations
+
+from .backend_laws import BackendLaws, run_backend_laws
+from .dict_backend import DictBackend, DictStore
+from .faults import Fault, FaultBackend
+from .laws import Law, LawBroken, LawResult, Laws, LawSkipped, expect, in_threads, law, skip
+
+__all__ = [
+    "BackendLaws",
+    "DictBackend",
+    "DictStore",
+    "Fault",
+    "FaultBackend",
+    "Law",
+    "LawBroken",
+    "LawResult",
+    "LawSkipped",
+    "Laws",
+    "expect",
+    "in_threads",
+    "law",
+    "run_backend_laws",
+    "skip",
+]
