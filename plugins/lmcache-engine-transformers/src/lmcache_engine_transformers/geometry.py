@@ -70,25 +70,22 @@ def probe(model: Any) -> Geometry:
     if config.is_encoder_decoder:
         raise Unsupported("model", "an encoder-decoder model; only decoder-only models have a prefix to reuse")
     cache = DynamicCache(config=config)
-    _check_layers(cache)
+    _plain_layers(cache)
     if model.training:
         raise Unsupported("model", "in training mode, where dropout changes its KV; call model.eval() first")
     with torch.no_grad():
         token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
         model(input_ids=token, use_cache=True, **{cache_argument(model): cache})
-    _check_layers(cache)
-    if not cache.layers or any(not layer.is_initialized for layer in cache.layers):
-        raise Unsupported("model", "it left layers of its DynamicCache empty, so it keeps its KV elsewhere")
-    shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers}
-    dtypes = {tensor.dtype for layer in cache.layers for tensor in (layer.keys, layer.values)}
+    keys, values = tensors_of(cache, "model")
+    shapes = {(tuple(k.shape), tuple(v.shape)) for k, v in zip(keys, values, strict=True)}
+    dtypes = {tensor.dtype for tensor in (*keys, *values)}
     if len(shapes) != 1 or len(dtypes) != 1:
-        raise Unsupported("model", f"layers of different KV shapes or types: {sorted(shapes)}, {sorted(map(str, dtypes))}")
+        raise Unsupported("model", f"layers of several KV shapes or types: {sorted(shapes)}, {sorted(map(str, dtypes))}")
     ((k_shape, v_shape),) = shapes
     (dtype,) = dtypes
-    if k_shape[0] != 1 or k_shape[2] != 1 or v_shape[2] != 1:
+    if len(k_shape) != 4 or k_shape[0] != 1 or k_shape[2] != 1 or v_shape[2] != 1:
         raise Unsupported("model", f"keys of one token have the shape {k_shape}, not [batch, heads, tokens, elements]")
-    devices = tuple(layer.keys.device for layer in cache.layers)
-    return Geometry(k_shape[1], k_shape[3], v_shape[1], v_shape[3], dtype, devices)
+    return Geometry(k_shape[1], k_shape[3], v_shape[1], v_shape[3], dtype, tuple(k.device for k in keys))
 
 
 def cache_argument(model: Any) -> str:
@@ -97,26 +94,40 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in names else "past_key_values"
 
 
-def check_cache(cache: Any, geometry: Geometry, tokens: int) -> None:
-    """Raise Unsupported unless `cache` holds the KV of at least `tokens` tokens in the form of `geometry`."""
+def tensors_of(cache: Any, what: str = "cache") -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The keys and the values of each layer; Unsupported(what) unless all of them are kept, and nothing else."""
     if not isinstance(cache, DynamicCache):
-        raise Unsupported("cache", f"a {type(cache).__name__}; only a DynamicCache can be saved")
-    _check_layers(cache)
-    if len(cache.layers) != geometry.layers:
-        raise Unsupported("cache", f"{len(cache.layers)} layers where the model has {geometry.layers}")
-    for index, layer in enumerate(cache.layers):
-        if not layer.is_initialized:
-            raise Unsupported("cache", f"layer {index} is empty")
-        for name, tensor, heads, dim in (
-            ("keys", layer.keys, geometry.k_heads, geometry.k_dim),
-            ("values", layer.values, geometry.v_heads, geometry.v_dim),
-        ):
+        raise Unsupported(what, f"a {type(cache).__name__}; only a DynamicCache can be saved")
+    keys, values = [], []
+    for index, layer in enumerate(_plain_layers(cache)):
+        if layer.keys is None or layer.values is None or layer.keys.numel() == 0:
+            raise Unsupported(what, f"layer {index} is empty")
+        keys.append(layer.keys)
+        values.append(layer.values)
+    if not keys:
+        raise Unsupported(what, "it has no layers")
+    return keys, values
+
+
+def checked_tensors(
+    cache: Any, geometry: Geometry, tokens: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """`tensors_of(cache)`, or Unsupported unless they hold at least `tokens` tokens in the form of `geometry`."""
+    keys, values = tensors_of(cache)
+    if len(keys) != geometry.layers:
+        raise Unsupported("cache", f"{len(keys)} layers where the model has {geometry.layers}")
+    for name, tensors, heads, dim in (
+        ("keys", keys, geometry.k_heads, geometry.k_dim),
+        ("values", values, geometry.v_heads, geometry.v_dim),
+    ):
+        for index, tensor in enumerate(tensors):
             if tensor.dtype != geometry.dtype or tensor.shape[1::2] != (heads, dim) or tensor.shape[2] < tokens:
                 raise Unsupported(
                     "cache",
                     f"{name} of layer {index} are {tensor.dtype} {tuple(tensor.shape)} where "
                     f"{geometry.dtype} [batch, {heads}, {tokens} or more, {dim}] is needed",
                 )
+    return keys, values
 
 
 def pages_of(tensors: Sequence[torch.Tensor], chunk_tokens: int) -> list[np.ndarray]:
@@ -130,7 +141,7 @@ def pages_of(tensors: Sequence[torch.Tensor], chunk_tokens: int) -> list[np.ndar
 def filled_cache(model: Any, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> DynamicCache:
     """A DynamicCache that holds these tensors themselves: `update` would copy them once more."""
     cache = DynamicCache(config=model.config)
-    for layer, k, v in zip(cache.layers, keys, values, strict=True):
+    for layer, k, v in zip(_plain_layers(cache), keys, values, strict=True):
         layer.lazy_initialization(k, v)
         layer.keys, layer.values = k, v
     return cache
@@ -147,14 +158,15 @@ def _page(row: torch.Tensor, chunk_tokens: int) -> np.ndarray:
     return integers.as_strided(size, (chunk_tokens * dim, integers.stride(0), 1)).numpy()
 
 
-def _check_layers(cache: DynamicCache) -> None:
-    """Only plain DynamicLayers hold every token of a prefix, and nothing but keys and values."""
-    odd = {index: type(layer).__name__ for index, layer in enumerate(cache.layers) if type(layer) is not DynamicLayer}
-    if odd:
-        kinds = ", ".join(sorted(set(odd.values())))
-        first, number = min(odd), len(odd)
+def _plain_layers(cache: DynamicCache) -> list[DynamicLayer]:
+    """The layers, if all are plain DynamicLayers: only those hold every token of a prefix, as keys and values alone."""
+    layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
+    if len(layers) != len(cache.layers):
+        odd = [(index, type(layer).__name__) for index, layer in enumerate(cache.layers) if type(layer) is not DynamicLayer]
+        kinds = ", ".join(sorted({kind for _, kind in odd}))
         raise Unsupported(
             "model",
-            f"{number} of {len(cache.layers)} layers, from layer {first} on, are of kind {kinds}: sliding-window, linear "
-            "and shared layers do not keep the KV of every token, so a prefix cannot be restored from chunks",
+            f"{len(odd)} of {len(cache.layers)} layers, from layer {odd[0][0]} on, are of kind {kinds}: sliding-window, "
+            "linear and shared layers do not keep the KV of every token, so a prefix cannot be restored from chunks",
         )
+    return layers

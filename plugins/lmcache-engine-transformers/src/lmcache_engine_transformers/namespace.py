@@ -91,7 +91,7 @@ def _tensor_digest(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     digest = hashlib.sha256()
     for start in range(0, flat.numel(), _HASH_STEP_NBYTES):
-        digest.update(flat[start : start + _HASH_STEP_NBYTES].cpu().numpy())
+        digest.update(flat[start : start + _HASH_STEP_NBYTES].cpu().numpy().data)
     return digest.digest()
 
 

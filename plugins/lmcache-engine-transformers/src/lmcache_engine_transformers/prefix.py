@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -114,13 +115,14 @@ class PrefixCache:
         self.cache = cache
         self.model = model
         self.limits = limits
-        self._family = {
-            "chunk_tokens": chunk_tokens,
-            "name": name,
-            "weights": weights,
-            "adapter": adapter,
-            "key_secret": key_secret,
-        }
+        self._family = partial(
+            family_of,
+            chunk_tokens=chunk_tokens,
+            name=name,
+            weights=weights,
+            adapter=adapter,
+            key_secret=key_secret,
+        )
         self._chunk_tokens = chunk_tokens
         self._weights_given = weights is not None
         self._salt = salt
@@ -196,7 +198,7 @@ class PrefixCache:
                 self._bound = _Bound(state, shapes.probe(self.model))
             known = self._bound.models
             if salt not in known:
-                family = family_of(self.model, self._bound.geometry, salt=salt, **self._family)
+                family = self._family(self.model, self._bound.geometry, salt=salt)
                 geometry = self._bound.geometry
                 shard = Shard.of(
                     family,
@@ -300,10 +302,9 @@ class PrefixCache:
         span = range(known_chunks, len(chain))
         if not span:
             return None
-        shapes.check_cache(past, self.geometry, span.stop * self._chunk_tokens)
+        tensors = shapes.checked_tensors(past, self.geometry, span.stop * self._chunk_tokens)
         (shard,) = chain.model.shards
-        keys, values = [layer.keys for layer in past.layers], [layer.values for layer in past.layers]
-        pages = [shapes.pages_of(keys, self._chunk_tokens), shapes.pages_of(values, self._chunk_tokens)]
+        pages = [shapes.pages_of(part, self._chunk_tokens) for part in tensors]
         job = self.cache.store(chain, shard, span, pages, span, request=request)
         with self._lock:
             self._stores = [other for other in self._stores if not other.done()] + [job]
@@ -341,7 +342,7 @@ def open_prefix_cache(model: Any, config: str | os.PathLike[str] = "lmcache.yaml
     raise NotImplementedError(open_cache, model, config, options)
 
 
-class _FirstToken(StoppingCriteria):  # type: ignore[misc]
+class _FirstToken(StoppingCriteria):
     """Notes when the first new token was chosen; stops nothing."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

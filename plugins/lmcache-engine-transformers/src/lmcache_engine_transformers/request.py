@@ -73,7 +73,7 @@ def check_request(model: Any, input_ids: Any, options: dict[str, Any]) -> Prompt
         if options.get(name) is not None:
             raise Unsupported(name, _WHY[name])
     ids = as_ids(input_ids)
-    config: GenerationConfig = copy.deepcopy(options.get("generation_config") or model.generation_config)
+    config: Any = copy.deepcopy(options.get("generation_config") or model.generation_config)
     others = config.update(**{key: value for key, value in options.items() if key != "generation_config"})
     for name, value in others.items():
         if name not in _HARMLESS and value is not None:
