@@ -1,0 +1,82 @@
+"""Tiny models with random weights, and a cache of their KV: each test takes a fraction of a second."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from dictcache import DictCache
+from lmcache_engine_transformers import PrefixCache
+from transformers import LlamaConfig, LlamaForCausalLM
+
+CHUNK = 16
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+
+
+def llama(dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Any:
+    """Weights are drawn wide, so that a wrong KV moves the logits by whole units."""
+    config = {
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        **changes,
+    }
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**config)).to(dtype).eval()
+
+
+def prompt(tokens: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 128, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(output: Any) -> torch.Tensor:
+    return torch.stack(output.logits).float()
+
+
+def difference(one: Any, other: Any) -> float:
+    """The largest difference of any logit of any step."""
+    return float((logits(one) - logits(other)).abs().max())
+
+
+@pytest.fixture(scope="session")
+def model() -> Any:
+    return llama()
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Any]:
+    with DictCache() as opened:
+        yield opened
+
+
+@pytest.fixture
+def prefix(cache: Any, model: Any) -> Iterator[PrefixCache]:
+    with PrefixCache(cache, model, chunk_tokens=CHUNK, name="tiny") as opened:
+        yield opened
+
+
+@pytest.fixture
+def make(cache: Any) -> Callable[..., PrefixCache]:
+    def build(model: Any, **options: Any) -> PrefixCache:
+        return PrefixCache(cache, model, **{"chunk_tokens": CHUNK, "name": "tiny", **options})
+
+    return build
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
