@@ -51,9 +51,7 @@ def rows(options: Options) -> Iterator[Row]:
 
     # A round takes milliseconds: more of them cost nothing and make the medians steady.
     many = replace(options, rounds=5 * options.rounds)
-    measured = paired(
-        many, {"ours": ours, "limit": limit}, "keys", tokens=TOKENS, chunk_tokens=CHUNK_TOKENS, seed=SEED
-    )
+    measured = paired(many, {"ours": ours, "limit": limit}, "keys", tokens=TOKENS, chunk_tokens=CHUNK_TOKENS, seed=SEED)
     what = f"{TOKENS:,} tokens in chunks of {CHUNK_TOKENS}"
     yield measured.row(
         "keys", "array of int64", "ms", "array", milliseconds, peer="hash",

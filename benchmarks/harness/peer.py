@@ -56,7 +56,7 @@ def find_peer() -> Peer | Missing:
 
 
 class Peer:
-    """One process that answers JSON lines.  Started at the first call; a case is set up once, then run round by round."""
+    """One process that answers JSON lines, started at the first call.  A case is set up once, then goes by rounds."""
 
     def __init__(self, python: Path) -> None:
         self.python = python
@@ -84,7 +84,8 @@ class Peer:
         process, self._process = self._process, None
         if process is None:
             return
-        assert process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
         process.stdin.close()
         try:
             process.wait(10)

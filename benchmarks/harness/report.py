@@ -122,7 +122,8 @@ def to_json(row: Row) -> str:
 
 def print_table(rows: Iterable[Row], out: TextIO) -> None:
     """The rows for people, each printed as soon as it is known, its note below it."""
-    print(f"{'row':44} {'ours':>9} {'limit':>9} {'ratio':>6} {'peer':>9} {'ratio':>6} {'load':>5}  must reach", file=out)
+    heads = f"{'row':44} {'ours':>9} {'limit':>9} {'ratio':>6} {'peer':>9} {'ratio':>6} {'load':>5}  must reach"
+    print(heads, file=out)
     for row in rows:
         verdict = {True: "held", False: "MISSED", None: "not judged" if row.must else ""}[row.reached]
         print(

@@ -7,6 +7,7 @@ own callers do, with the same bytes as our side, and checks them after loading, 
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -88,9 +89,7 @@ class Memory:
 
     def round(self) -> dict[str, float]:
         self.number += 1
-        keys = [
-            self.key_class("m", 1, 0, (self.number << 32) | i, self.torch.float16) for i in range(len(self.source))
-        ]
+        keys = [self.key_class("m", 1, 0, (self.number << 32) | i, self.torch.float16) for i in range(len(self.source))]
 
         def store() -> None:
             for key, source in zip(keys, self.source, strict=True):
@@ -193,9 +192,7 @@ class Disk:
 
         start = time.perf_counter()
         task = adapter.submit_lookup_and_lock_task(keys, {})
-        found = self._wait(
-            adapter.get_lookup_and_lock_event_fd(), lambda: adapter.query_lookup_and_lock_result(task)
-        )
+        found = self._wait(adapter.get_lookup_and_lock_event_fd(), lambda: adapter.query_lookup_and_lock_result(task))
         lookup = time.perf_counter() - start
         assert found.popcount() == self.chunks
 
@@ -215,11 +212,7 @@ class Disk:
 
 def storage_manager(capacity_gib: float, *arguments: str) -> Any:
     """The multiprocess server's StorageManager with one memory level."""
-    import argparse
-
-    add_arguments, parse = load(
-        "lmcache.v1.distributed.config", "add_storage_manager_args", "parse_args_to_config"
-    )
+    add_arguments, parse = load("lmcache.v1.distributed.config", "add_storage_manager_args", "parse_args_to_config")
     (manager,) = load("lmcache.v1.distributed.storage_manager", "StorageManager")
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -242,8 +235,8 @@ class Lookup:
         described = layout(shapes=[torch.Size([64])], dtypes=[torch.float16])
         reserved = self.manager.reserve_write(self.keys, described)
         self.manager.finish_write(list(reserved))
-        groups = [grouped(keys=self.keys, object_group_id=0, layout_desc=described)]
-        self.task = lambda: task(key_groups=groups, num_kv_readers=1)
+        groups: list[Any] = [grouped(keys=self.keys, object_group_id=0, layout_desc=described)]
+        self.task: Callable[[], Any] = lambda: task(key_groups=groups, num_kv_readers=1)
 
     def round(self) -> dict[str, float]:
         start = time.perf_counter()

@@ -14,11 +14,37 @@ from typing import Final
 
 PEER: Final = "lmcache==0.5.6"
 TORCH: Final = "torch==2.13.0"
-IMPORTED: Final = (
-    "msgspec pyzmq pyyaml psutil sortedcontainers prometheus_client blake3 aiofile aiofiles numpy==2.2.6 safetensors "
-    "redis fastapi uvicorn httptools httpx aiohttp cachetools py-cpuinfo opentelemetry-api opentelemetry-sdk "
-    "opentelemetry-exporter-prometheus grpcio protobuf nvtx numba requests transformers cryptography"
-).split()
+IMPORTED: Final = [
+    "msgspec",
+    "pyzmq",
+    "pyyaml",
+    "psutil",
+    "sortedcontainers",
+    "prometheus_client",
+    "blake3",
+    "aiofile",
+    "aiofiles",
+    "numpy==2.2.6",
+    "safetensors",
+    "redis",
+    "fastapi",
+    "uvicorn",
+    "httptools",
+    "httpx",
+    "aiohttp",
+    "cachetools",
+    "py-cpuinfo",
+    "opentelemetry-api",
+    "opentelemetry-sdk",
+    "opentelemetry-exporter-prometheus",
+    "grpcio",
+    "protobuf",
+    "nvtx",
+    "numba",
+    "requests",
+    "transformers",
+    "cryptography",
+]
 
 
 def install(folder: Path) -> None:
