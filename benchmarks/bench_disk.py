@@ -1,0 +1,166 @@
+"""The disk tier with 32 MiB and with 256 KiB chunks, O_DIRECT, checksums computed and verified.
+
+Ours is a `Tier` over the disk backend: header, checksum, temporary file, rename, accounting on the way down; open, read,
+verification on the way up; from and into slots of a slab.  The limit is fio: 4 jobs, O_DIRECT, as many new files of the
+same size, one call per file, read back in the same round.  The peer is its C++ adapter `fs_native` with O_DIRECT and 4
+workers, which has no checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+from harness.fio import find_fio, fio_round
+from harness.measure import MiB, Options, Timings, check_equal, gibps, paired, random_bytes, seconds
+from harness.report import Must, Row
+
+from lmcache_core import frame
+from lmcache_core.backend import Context
+from lmcache_core.backends.disk import DiskBackend, DiskOptions
+from lmcache_core.buffers import Slab
+from lmcache_core.codec import Identity
+from lmcache_core.events import Events
+from lmcache_core.frame import Frame
+from lmcache_core.keys import ChunkKey
+from lmcache_core.layout import PAGE_NBYTES, Layout, Region
+from lmcache_core.metrics import Metrics
+from lmcache_core.policies.lru import LRU
+from lmcache_core.tier import LoadItem, StoreItem, Tier
+
+WORKERS = 4
+TIMEOUT_S = 60.0
+
+
+def rows(options: Options) -> Iterator[Row]:
+    big, small = (8, 64) if options.quick else (16, 1024)
+    yield from _rows_of(options, 32 * MiB, big, Must(ratio_limit=0.9), Must(ratio_limit=0.85))
+    both = Must(ratio_limit=0.85, ratio_peer=1.0)
+    yield from _rows_of(options, MiB // 4, small, both, both)
+
+
+def _rows_of(options: Options, chunk_nbytes: int, chunks: int, read: Must, write: Must) -> Iterator[Row]:
+    folders = {name: options.directory / f"{name}-{chunk_nbytes}" for name in ("ours", "limit", "peer")}
+    for folder in folders.values():
+        folder.mkdir()
+    with _Store(folders["ours"], chunk_nbytes, chunks) as store:
+        limit = find_fio() or (lambda: fio_round(folders["limit"], file_nbytes=chunk_nbytes, files=chunks))
+        measured = paired(
+            options,
+            {"ours": store.round, "limit": limit},
+            "disk",
+            directory=str(folders["peer"]),
+            chunk_nbytes=chunk_nbytes,
+            chunks=chunks,
+            workers=WORKERS,
+            odirect=True,
+        )
+        mode = store.backend.io_mode
+    size = f"{chunk_nbytes // MiB} MiB" if chunk_nbytes >= MiB else f"{chunk_nbytes // 1024} KiB"
+    note = f"{chunks} files of {size}; {'page cache bypassed' if mode == 'direct' else 'OURS WENT THROUGH THE PAGE CACHE'}"
+    for what, must in (("read", read), ("write", write)):
+        yield measured.row(
+            "disk", f"{what}, {size}", "GiB/s", what, gibps(chunks * chunk_nbytes), must=must, note=note
+        )
+
+
+class _Store:
+    """A tier over an empty disk store, and the slots that its records leave from and come back to."""
+
+    def __init__(self, folder: Path, chunk_nbytes: int, chunks: int) -> None:
+        self._chunk_nbytes = chunk_nbytes
+        region = Region(name="kv", layers=1, block_tokens=256, block_nbytes=chunk_nbytes, dtype="u1", packing="bench")
+        self._layout = Layout(chunk_tokens=256, regions=(region,))
+        record_nbytes = frame.record_nbytes(chunk_nbytes)
+        capacity_nbytes = 2 * chunks * record_nbytes
+        context = Context(capacity_nbytes=capacity_nbytes, timeout_s=TIMEOUT_S, record_nbytes=record_nbytes)
+        self.backend = DiskBackend(DiskOptions(path=str(folder)), context)
+        self._events = Events(None)
+        self._tier = Tier(
+            "disk",
+            self.backend,
+            backend_name="disk",
+            codec=Identity(),
+            codec_name="identity",
+            codec_named=lambda name: None,
+            policy=LRU(),
+            capacity_nbytes=capacity_nbytes,
+            timeout_s=TIMEOUT_S,
+            max_queued_nbytes=capacity_nbytes,
+            metrics=Metrics(),
+            events=self._events,
+        )
+        self._tier.start()
+        self._slab = Slab(2 * chunks * record_nbytes)
+        self._sources = [self._slot(record_nbytes) for _ in range(chunks)]
+        self._targets = [self._slot(record_nbytes) for _ in range(chunks)]
+        for number, source in enumerate(self._sources):
+            _payload(source)[:] = random_bytes(chunk_nbytes, seed=number)
+        self._numbers = count()
+
+    def _slot(self, nbytes: int) -> memoryview:
+        slot = self._slab.take(nbytes)
+        assert slot is not None, "the slab is too small"
+        view = self._slab.view(slot)
+        np.frombuffer(view, np.uint8).fill(1)
+        return view
+
+    def round(self) -> Timings:
+        keys = [ChunkKey(os.urandom(48)) for _ in self._sources]
+        for key, source, target in zip(keys, self._sources, self._targets, strict=True):
+            nbytes = self._chunk_nbytes
+            frame.pack(Frame(key, 0, self._layout.fingerprint, nbytes, nbytes, 0), source[:PAGE_NBYTES])
+            np.frombuffer(target, np.uint8).fill(0)
+        figures = {
+            "write": seconds(lambda: self._all("stored", lambda done: self._tier.store(self._stores(keys, done)))),
+            "read": seconds(lambda: self._all("loaded", lambda done: self._tier.load(self._loads(keys, done)))),
+        }
+        for number, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
+            check_equal(_payload(target), _payload(source), f"disk record {number}")
+        self._tier.remove(keys, "removed")
+        assert self._tier.drain(TIMEOUT_S), "the removal did not end"
+        return figures
+
+    def _stores(self, keys: list[ChunkKey], done: Callable[[str], None]) -> list[StoreItem]:
+        return [
+            StoreItem(key, source, self._layout, lambda item, reason, in_use: done(reason), lambda item: None)
+            for key, source in zip(keys, self._sources, strict=True)
+        ]
+
+    def _loads(self, keys: list[ChunkKey], done: Callable[[str], None]) -> list[LoadItem]:
+        return [
+            LoadItem(key, target, self._layout, lambda item, found, reason, in_use: done(reason), lambda item: None)
+            for key, target in zip(keys, self._targets, strict=True)
+        ]
+
+    def _all(self, what: str, start: Callable[[Callable[[str], None]], None]) -> None:
+        """Start a batch and wait until each record has been answered; any failure ends the benchmark."""
+        lock, ended = threading.Lock(), threading.Event()
+        reasons: list[str] = []
+
+        def done(reason: str) -> None:
+            with lock:
+                reasons.append(reason)
+                if len(reasons) == len(self._sources):
+                    ended.set()
+
+        start(done)
+        assert ended.wait(TIMEOUT_S), f"{len(reasons)} of {len(self._sources)} records {what}"
+        assert not any(reasons), f"not {what}: {[reason for reason in reasons if reason][:3]}"
+
+    def __enter__(self) -> _Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._tier.close()
+        self._events.close()
+        self._sources, self._targets = [], []
+        self._slab.close()
+
+
+def _payload(record: memoryview) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.frombuffer(record, np.uint8)[PAGE_NBYTES:]

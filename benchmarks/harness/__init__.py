@@ -1,0 +1,1 @@
+"""What every benchmark shares: rows and their ratios, paired measuring, fio, and the peer in a process of its own."""

@@ -1,0 +1,319 @@
+"""Measure the peer, LMCache 0.5.6, on command: a JSON request per line on stdin, a JSON answer per line on stdout.
+
+Runs on the peer's own Python, alone.  A request names a case (keys, memory, disk, lookup, pressure) and a verb: `setup`
+with its arguments, `round` for one measured round, `end`.  Every case drives the peer's own public classes the way its
+own callers do, with the same bytes as our side, and checks them after loading, outside the measured time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import select
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+GiB = 1 << 30
+WAIT_MS = 60_000
+
+
+def load(module: str, *names: str) -> list[Any]:
+    """Names of one of the peer's modules."""
+    found = importlib.import_module(module)
+    return [getattr(found, name) for name in names]
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class Keys:
+    """Chained chunk hashes of one prompt, by the multiprocess server's TokenHasher with blake3."""
+
+    def __init__(self, tokens: int, chunk_tokens: int, seed: int) -> None:
+        np: Any = importlib.import_module("numpy")
+
+        (hasher,) = load("lmcache.v1.multiprocess.token_hasher", "TokenHasher")
+        self.hasher = hasher(chunk_tokens, "blake3")
+        self.tokens = np.random.default_rng(seed).integers(0, 150_000, tokens).tolist()
+        self.chunks = tokens // chunk_tokens
+
+    def round(self) -> dict[str, float]:
+        start = time.perf_counter()
+        hashes = self.hasher.compute_chunk_hashes(self.tokens)
+        taken = time.perf_counter() - start
+        assert len(hashes) == self.chunks
+        return {"hash": taken}
+
+    def end(self) -> None:
+        pass
+
+
+class Memory:
+    """Store and load through LocalCPUBackend: allocate, copy, put; get, copy."""
+
+    def __init__(self, chunks: int, capacity_gib: float) -> None:
+        torch: Any = importlib.import_module("torch")
+
+        self.torch = torch
+        (config_class,) = load("lmcache.v1.config", "LMCacheEngineConfig")
+        (metadata_class,) = load("lmcache.v1.metadata", "LMCacheMetadata")
+        (backend_class,) = load("lmcache.v1.storage_backend.local_cpu_backend", "LocalCPUBackend")
+        (self.key_class,) = load("lmcache.utils", "CacheEngineKey")
+        (formats,) = load("lmcache.v1.memory_management", "MemoryFormat")
+        self.format = formats.KV_2LTD
+        # 2 x 32 layers x 256 tokens x 8 heads x 128 x 2 bytes = 32 MiB
+        config = config_class.from_defaults(chunk_size=256, max_local_cpu_size=capacity_gib)
+        metadata = metadata_class(
+            model_name="m",
+            world_size=1,
+            local_world_size=1,
+            worker_id=0,
+            local_worker_id=0,
+            kv_dtype=torch.float16,
+            kv_shape=(32, 2, 256, 8, 128),
+        )
+        self.backend = backend_class(config, metadata, "cpu")
+        self.shape = torch.Size([2, 32, 256, 1024])
+        raw = torch.randint(0, 255, (chunks, 32 << 20), dtype=torch.uint8)
+        self.source = [part.view(torch.float16).view(self.shape) for part in raw]
+        self.target = [torch.zeros_like(part) for part in self.source]
+        self.number = 0
+
+    def round(self) -> dict[str, float]:
+        self.number += 1
+        keys = [self.key_class("m", 1, 0, (self.number << 32) | i, self.torch.float16) for i in range(len(self.source))]
+
+        def store() -> None:
+            for key, source in zip(keys, self.source, strict=True):
+                entry = self.backend.allocate(self.shape, self.torch.float16, self.format)
+                entry.tensor.copy_(source)
+                self.backend.batched_submit_put_task([key], [entry])
+                entry.ref_count_down()
+
+        def retrieve() -> None:
+            for key, target in zip(keys, self.target, strict=True):
+                entry = self.backend.get_blocking(key)
+                target.copy_(entry.tensor)
+                entry.ref_count_down()
+
+        for target in self.target:
+            target.zero_()
+        figures = {"store": seconds(store), "load": seconds(retrieve)}
+        for source, target in zip(self.source, self.target, strict=True):
+            assert self.torch.equal(source.view(self.torch.int16), target.view(self.torch.int16)), "wrong bytes"
+        for key in keys:
+            self.backend.remove(key)
+        return figures
+
+    def end(self) -> None:
+        self.backend.close()
+        self.source, self.target = [], []
+
+
+class Disk:
+    """The C++ file system adapter `fs_native`: one batch of records stored, looked up and loaded again."""
+
+    def __init__(self, directory: str, chunk_nbytes: int, chunks: int, workers: int, odirect: bool) -> None:
+        torch: Any = importlib.import_module("torch")
+
+        self.torch = torch
+        self.chunks = chunks
+        (create,) = load("lmcache.v1.distributed.l2_adapters", "create_l2_adapter")
+        (config_of,) = load("lmcache.v1.distributed.l2_adapters.config", "get_l2_adapter_config_class")
+        (memory_class,) = load("lmcache.v1.distributed.internal_api", "L1MemoryDesc")
+        (self.key_class,) = load("lmcache.v1.distributed.api", "ObjectKey")
+        (self.consume,) = load("lmcache.v1.platform", "consume_fd")
+        half = chunks * chunk_nbytes
+        memory = torch.empty(2 * half + 4096, dtype=torch.uint8)
+        start = -memory.data_ptr() % 4096
+        self.source = memory[start : start + half]
+        self.target = memory[start + half : start + 2 * half]
+        self.source.random_(0, 255)
+        spec = {"type": "fs_native", "base_path": directory, "num_workers": workers, "use_odirect": odirect}
+        self.adapter = create(
+            config_of("fs_native").from_dict(spec),
+            l1_memory_desc=memory_class(ptr=self.source.data_ptr(), size=2 * half, align_bytes=4096),
+        )
+        self.adapter.set_backend_identity("fs_native")
+        self.sources = [self._entry(self.source, i, chunk_nbytes) for i in range(chunks)]
+        self.targets = [self._entry(self.target, i, chunk_nbytes) for i in range(chunks)]
+        self.number = 0
+
+    def _entry(self, memory: Any, index: int, nbytes: int) -> Any:
+        entry, metadata, formats = load(
+            "lmcache.v1.memory_management", "TensorMemoryObj", "MemoryObjMetadata", "MemoryFormat"
+        )
+        raw = memory[index * nbytes : (index + 1) * nbytes]
+        described = metadata(
+            shape=self.torch.Size([nbytes]),
+            dtype=self.torch.uint8,
+            address=raw.data_ptr(),
+            phy_size=nbytes,
+            fmt=formats.KV_2LTD,
+            ref_count=1,
+        )
+        return entry(raw, described, parent_allocator=None)
+
+    def _wait(self, descriptor: int, answer: Callable[[], Any]) -> Any:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        while True:
+            assert poll.poll(WAIT_MS), "no completion"
+            try:
+                self.consume(descriptor)
+            except BlockingIOError:
+                pass
+            found = answer()
+            if found is not None and found != {}:
+                return found
+
+    def round(self) -> dict[str, float]:
+        self.number += 1
+        adapter = self.adapter
+        keys = [
+            self.key_class(self.number.to_bytes(8, "big") + i.to_bytes(24, "big"), "bench/model", 0)
+            for i in range(self.chunks)
+        ]
+        self.target.zero_()
+
+        start = time.perf_counter()
+        task = adapter.submit_store_task(keys, self.sources)
+        stored = self._wait(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks)
+        write = time.perf_counter() - start
+        assert stored[task].is_successful(), stored
+
+        start = time.perf_counter()
+        task = adapter.submit_lookup_and_lock_task(keys, {})
+        found = self._wait(adapter.get_lookup_and_lock_event_fd(), lambda: adapter.query_lookup_and_lock_result(task))
+        lookup = time.perf_counter() - start
+        assert found.popcount() == self.chunks
+
+        start = time.perf_counter()
+        task = adapter.submit_load_task(keys, self.targets)
+        loaded = self._wait(adapter.get_load_event_fd(), lambda: adapter.query_load_result(task))
+        read = time.perf_counter() - start
+        assert loaded.popcount() == self.chunks
+        assert self.torch.equal(self.source, self.target), "wrong bytes"
+        adapter.submit_unlock(keys)
+        adapter.delete(keys)
+        return {"write": write, "read": read, "lookup": lookup}
+
+    def end(self) -> None:
+        self.adapter.close()
+
+
+def storage_manager(capacity_gib: float, *arguments: str) -> Any:
+    """The multiprocess server's StorageManager with one memory level."""
+    add_arguments, parse = load("lmcache.v1.distributed.config", "add_storage_manager_args", "parse_args_to_config")
+    (manager,) = load("lmcache.v1.distributed.storage_manager", "StorageManager")
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    chosen = parser.parse_args(["--l1-size-gb", str(capacity_gib), "--no-l1-use-lazy", *arguments])
+    if not hasattr(chosen, "shm_name"):
+        chosen.shm_name = ""
+    return manager(parse(chosen))
+
+
+class Lookup:
+    """A prefix that is in memory, looked up and given back through StorageManager."""
+
+    def __init__(self, chunks: int) -> None:
+        torch: Any = importlib.import_module("torch")
+
+        key_class, layout = load("lmcache.v1.distributed.api", "ObjectKey", "MemoryLayoutDesc")
+        task, grouped = load("lmcache.v1.distributed.api", "PrefetchTaskSpec", "GroupedObjectKeys")
+        self.manager = storage_manager(0.25, "--eviction-policy", "noop")
+        self.keys = [key_class(i.to_bytes(32, "big"), "bench/model", 0) for i in range(chunks)]
+        described = layout(shapes=[torch.Size([64])], dtypes=[torch.float16])
+        reserved = self.manager.reserve_write(self.keys, described)
+        self.manager.finish_write(list(reserved))
+        groups: list[Any] = [grouped(keys=self.keys, object_group_id=0, layout_desc=described)]
+        self.task: Callable[[], Any] = lambda: task(key_groups=groups, num_kv_readers=1)
+
+    def round(self) -> dict[str, float]:
+        start = time.perf_counter()
+        handle = self.manager.submit_prefetch_task(self.task())
+        assert self.manager.wait_prefetch_status(handle, 10)
+        result = self.manager.query_prefetch_status(handle)
+        self.manager.finish_read_prefetched(self.keys)
+        taken = time.perf_counter() - start
+        assert result.l1_hit_count == len(self.keys), result
+        return {"lookup": taken}
+
+    def end(self) -> None:
+        self.manager.close()
+
+
+class Pressure:
+    """Ten times the capacity offered at full speed: how much of it was stored."""
+
+    def __init__(self, capacity_nbytes: int, chunk_nbytes: int) -> None:
+        torch: Any = importlib.import_module("torch")
+
+        self.key_class, layout = load("lmcache.v1.distributed.api", "ObjectKey", "MemoryLayoutDesc")
+        self.manager = storage_manager(capacity_nbytes / GiB, "--eviction-policy", "LRU")
+        self.layout = layout(shapes=[torch.Size([chunk_nbytes])], dtypes=[torch.uint8])
+        self.source = torch.randint(0, 255, (chunk_nbytes,), dtype=torch.uint8)
+        self.offers = 10 * capacity_nbytes // chunk_nbytes
+        self.number = 0
+
+    def round(self) -> dict[str, float]:
+        stored = 0
+        self.number += 1
+        start = time.perf_counter()
+        for i in range(self.offers):
+            key = self.key_class(self.number.to_bytes(8, "big") + i.to_bytes(24, "big"), "bench/model", 0)
+            reserved = self.manager.reserve_write([key], self.layout)
+            if key in reserved:
+                reserved[key].tensor.copy_(self.source)
+                self.manager.finish_write([key])
+                stored += 1
+        taken = time.perf_counter() - start
+        return {"stored": stored, "offered": self.offers, "seconds": taken}
+
+    def end(self) -> None:
+        self.manager.close()
+
+
+CASES: dict[str, Any] = {"keys": Keys, "memory": Memory, "disk": Disk, "lookup": Lookup, "pressure": Pressure}
+
+
+def answer(request: dict[str, Any], running: dict[str, Any]) -> dict[str, Any]:
+    """Do one request; `running` holds the cases that are set up."""
+    case, verb = request["case"], request["verb"]
+    if verb == "setup":
+        running[case] = CASES[case](**request["arguments"])
+        return {}
+    if verb == "round":
+        figures: dict[str, Any] = running[case].round()
+        return figures
+    running.pop(case).end()
+    return {}
+
+
+def main() -> None:
+    # The peer prints where it likes: answers leave through a descriptor of their own.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    running: dict[str, Any] = {}
+    for line in sys.stdin:
+        try:
+            reply = answer(json.loads(line), running)
+        except Exception as error:
+            traceback.print_exc()
+            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
+        print(json.dumps(reply), file=answers, flush=True)
+    # Some of the peer's threads never end: leave without waiting for them.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
