@@ -46,8 +46,6 @@ class Breaker:
 
     def allow(self) -> bool:
         """Whether to try an operation now; in an open circuit one trial passes per probe interval."""
-        if self._state is BreakerState.CLOSED:
-            return True
         with self._lock:
             if self._state is BreakerState.CLOSED:
                 return True

@@ -1,13 +1,13 @@
 """The 4 KiB header page in front of every stored payload: what it is, how long, and its checksum.
 
-    0     magic 8s, version u16, checksum kind u8, codec version u8, depth u32
-    16    key 48s
-    64    layout fingerprint 16s
-    80    encoded length u64, raw length u64, stored-at ns u64, payload checksum u64
-    112   codec name 32s, zero-padded
-    144   zero
-    4080  header checksum u64 over bytes 0 to 4080
-    4088  generation u64: of the slot in memory, not part of the record and not read from a store
+0     magic 8s, version u16, checksum kind u8, codec version u8, depth u32
+16    key 48s
+64    layout fingerprint 16s
+80    encoded length u64, raw length u64, stored-at ns u64, payload checksum u64
+112   codec name 32s, zero-padded
+144   zero
+4080  header checksum u64 over bytes 0 to 4080
+4088  generation u64: of the slot in memory, not part of the record and not read from a store
 """
 
 from __future__ import annotations
@@ -142,5 +142,3 @@ def holds(page: memoryview, key: ChunkKey, fingerprint: bytes, raw_nbytes: int, 
     """Whether a slot in memory still holds this record in this generation."""
     found = _IDENTITY.unpack_from(page, _IDENTITY_OFFSET)
     return found == (key, fingerprint, raw_nbytes) and _U64.unpack_from(page, PAGE_NBYTES - 8)[0] == generation
-
-

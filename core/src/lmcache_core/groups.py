@@ -18,9 +18,9 @@ def window_chunks(group: Group, chunk_tokens: int) -> int:
 def restorable(groups: Sequence[Group], present: Sequence[Sequence[bool]], chunk_tokens: int) -> tuple[int, ...]:
     """Every length, in chunks and ascending, at which each group has all that it needs.
 
-    `present[g][i]` says whether chunk i of group g is there in every shard; the lists are equally long.  A length n needs
-    chunks 0 to n-1 of a full group, the last ones that hold its window of a window group, exactly chunk n-1 of a state
-    group.
+    `present[g][i]` says whether chunk i of group g is there in every shard; what is beyond a list is not.  A length n
+    needs chunks 0 to n-1 of a full group, the last ones that hold its window of a window group, exactly chunk n-1 of a
+    state group.
     """
     chunks = min(map(len, present))
     bounds: list[tuple[Sequence[bool], int]] = []

@@ -105,15 +105,17 @@ class Index:
         self.siblings.remove(entry.key)
         self._by_extent[entry.slot.extent_id].discard(entry)
 
-    def hold(self, entry: Entry) -> None:
-        if not entry.holds and entry.state is State.READY:
-            self._evictable[entry.slot.nbytes] -= 1
-        entry.holds += 1
+    def hold(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            if not entry.holds and entry.state is State.READY:
+                self._evictable[entry.slot.nbytes] -= 1
+            entry.holds += 1
 
-    def unhold(self, entry: Entry) -> None:
-        entry.holds -= 1
-        if not entry.holds and entry.state is State.READY:
-            self._evictable[entry.slot.nbytes] = self._evictable.get(entry.slot.nbytes, 0) + 1
+    def unhold(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
+            entry.holds -= 1
+            if not entry.holds and entry.state is State.READY:
+                self._evictable[entry.slot.nbytes] = self._evictable.get(entry.slot.nbytes, 0) + 1
 
     def evictable(self, slot_nbytes: int) -> int:
         """Entries of a size class that could leave now."""

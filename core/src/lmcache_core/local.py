@@ -20,8 +20,10 @@ from .device import Device, Fence, Pages
 from .errors import CacheError
 from .events import Events
 from .index import Entry
+from .keys import ChunkKey
+from .leases import Found
 from .metrics import Metrics
-from .pool import Found, Pool, Reservation
+from .pool import Pool, Reservation
 from .tier import TierStatus
 
 log = logging.getLogger(__name__)
@@ -114,10 +116,10 @@ class LocalCache(Cache):
     # The engine's side.
 
     def lookup(self, chain: Chain, request: str) -> Hit:
-        return self._hit(chain, request, self._pool.lookup(chain, request))
+        return self._hit(chain, request, self._pool.leases.lookup(chain, request))
 
     def lookup_answered(self, chain: Chain, request: str, *, timeout_s: float) -> Hit:
-        return self._hit(chain, request, self._pool.lookup_answered(chain, request, timeout_s))
+        return self._hit(chain, request, self._pool.leases.lookup_answered(chain, request, timeout_s))
 
     def retrieve(
         self,
@@ -169,7 +171,7 @@ class LocalCache(Cache):
         request = f"prefetch {transfer.job.job_id}"
 
         def go() -> None:
-            found = self._pool.lookup(chain, request, go)
+            found = self._pool.leases.lookup(chain, request, go)
             if found.pending:
                 return
             span = range(found.restorable[-1] if found.restorable else 0)
@@ -185,13 +187,13 @@ class LocalCache(Cache):
         return transfer.job
 
     def release(self, request: str) -> None:
-        self._pool.release(request)
+        self._pool.leases.release(request)
 
     def pin(self, chain: Chain) -> int:
-        return self._pool.hold_resident(chain, _pin_name(chain))
+        return self._pool.leases.hold_resident(chain, _pin_name(chain))
 
     def unpin(self, chain: Chain) -> None:
-        self._pool.release(_pin_name(chain))
+        self._pool.leases.release(_pin_name(chain))
 
     def evict(self, chain: Chain) -> int:
         return self._pool.evict(chain)
@@ -246,7 +248,7 @@ class LocalCache(Cache):
             self._end(transfer)
         return transfer
 
-    def _acquire(self, transfer: _Transfer, keys: Sequence[bytes], shard: Shard, depth: int) -> None:
+    def _acquire(self, transfer: _Transfer, keys: Sequence[ChunkKey], shard: Shard, depth: int) -> None:
         put = self._ready.put
         self._pool.acquire(keys, shard.layout, depth, lambda i, entry, reason: put((transfer, i, entry, reason)))
 
@@ -277,7 +279,7 @@ class LocalCache(Cache):
         )
         self._count(transfer, result)
         if transfer.kind == "prefetch":
-            self._pool.release(transfer.request)
+            self._pool.leases.release(transfer.request)
         self._results.append(result)
         try:
             transfer.job._finish(result)
@@ -437,7 +439,6 @@ class LocalCache(Cache):
                     self._device.register(extent.address, extent.nbytes)
                 except CacheError as error:
                     log.warning("device %s copies through unpinned memory: %s", self._device_name, error)
-
 
     def _prefault(self, extent: Extent) -> None:
         """Have a new extent backed in the background: touched by a copy, it would slow that copy tenfold."""

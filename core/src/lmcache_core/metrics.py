@@ -15,7 +15,24 @@ if TYPE_CHECKING:
 
 Labels = tuple[tuple[str, str], ...]
 
-SECONDS_BUCKETS: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+SECONDS_BUCKETS: Final = (
+    0.0001,
+    0.00025,
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+)
 
 HELP: Final[Mapping[str, str]] = {
     "lookups": "Lookups by result: full, partial, miss.",
@@ -112,8 +129,8 @@ class Metrics:
             values = read()
             names = [label for label, _ in next(iter(values), ())]
             gauge = GaugeMetricFamily(f"lmcache_{name}", help_text, labels=names)
-            for labels, value in values.items():
-                gauge.add_metric([text for _, text in labels], value)
+            for gauge_labels, reading in values.items():
+                gauge.add_metric([text for _, text in gauge_labels], reading)
             families[name] = gauge
         return families.values()
 
@@ -122,5 +139,5 @@ class Metrics:
         from prometheus_client import CollectorRegistry, generate_latest
 
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)  # type: ignore[arg-type]  # a collector by duck typing
+        registry.register(self)
         return generate_latest(registry).decode()

@@ -19,6 +19,7 @@ from .local import LocalCache
 from .metrics import Metrics
 from .policy import EvictionPolicy
 from .pool import Pool
+from .sealing import Sealer
 from .tier import Tier
 
 log = logging.getLogger(__name__)
@@ -97,9 +98,7 @@ def open_tier(
         config.name,
         backend,
         backend_name=config.backend,
-        codec=codec,
-        codec_name=config.codec.partition("@")[0],
-        codec_named=codec_named,
+        sealer=Sealer(codec, config.codec.partition("@")[0], codec_named),
         policy=policy,
         capacity_nbytes=config.capacity_nbytes,
         timeout_s=config.timeout_s,
@@ -111,11 +110,9 @@ def open_tier(
 
 def open_backend(config: TierConfig, disable: tuple[str, ...] = ()) -> Backend[Any]:
     """The backend that a tier names, with its options checked."""
-    kind = plugins.load(plugins.BACKENDS, config.backend, disable)
-    options = config.options.into(kind.Options)
-    backend = kind(options, Context(capacity_nbytes=config.capacity_nbytes, timeout_s=config.timeout_s))
-    assert isinstance(backend, Backend)
-    return backend
+    kind: type[Backend[Any]] = plugins.load(plugins.BACKENDS, config.backend, disable)
+    options: object = config.options.into(kind.Options)
+    return kind(options, Context(capacity_nbytes=config.capacity_nbytes, timeout_s=config.timeout_s))
 
 
 def _open_device(name: str, disable: tuple[str, ...]) -> tuple[str, Device]:

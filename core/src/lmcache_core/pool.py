@@ -1,4 +1,4 @@
-"""The host tier and what lies below it, by keys and slots: reserve, commit, load, lease, evict.  No tokens, no pages."""
+"""The host tier and what lies below it, by keys and slots: reserve, commit, load, evict.  No tokens, no pages."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import itertools
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from . import frame
@@ -16,10 +15,10 @@ from .buffers import Slab, Slot
 from .chain import Chain, GroupKind, Shard
 from .events import Events
 from .frame import Frame
-from .groups import restorable
 from .index import Entry, Index, Sink, State
 from .keys import ChunkKey
 from .layout import PAGE_NBYTES, Layout, page_align
+from .leases import Leases
 from .metrics import Metrics
 from .policy import EvictionPolicy, Item
 from .tier import LoadItem, StoreItem, Tier
@@ -27,38 +26,8 @@ from .tier import LoadItem, StoreItem, Tier
 log = logging.getLogger(__name__)
 
 Write = Literal["through", "second_use", "on_evict"]
-MAX_LEASES: Final = 65_536
 _HEADROOM: Final = 8
 """`on_evict` keeps one slot in this many free or already saved below."""
-
-
-@dataclass(slots=True)
-class Lease:
-    """What one request holds until it is released."""
-
-    lease_id: int
-    touched: float
-    entries: list[Entry] = field(default_factory=list)
-    below: list[tuple[Tier, list[bytes]]] = field(default_factory=list)
-    probes: int = 0
-    """Answers of slower tiers that are still out."""
-    probed: bool = False
-    stale: bool = False
-    """All probes have answered since the last lookup."""
-    found: Found | None = None
-    counted: bool = False
-    chain: Chain | None = None
-    on_answered: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A lookup's answer, in chunks."""
-
-    resident: int
-    restorable: tuple[int, ...]
-    pending: bool
-    lease_id: int
 
 
 @dataclass(slots=True)
@@ -93,199 +62,14 @@ class Pool:
         self._metrics = metrics
         self._events = events
         self._write = write
-        self._lease_timeout_s = lease_timeout_s
         self._clock = clock
         self._lock = threading.RLock()
-        self._answered = threading.Condition(self._lock)
         self._index = Index()
+        self.leases = Leases(self._lock, self._index, self.tiers, metrics, timeout_s=lease_timeout_s, clock=clock)
         self._policies: dict[int, EvictionPolicy] = {}
-        self._leases: OrderedDict[str, Lease] = OrderedDict()
-        self._ids = itertools.count(1)
         self._generations = itertools.count(1)
         self._uses = 0
         self._said_full = -1.0
-
-    # Lookup and leases.
-
-    def lookup(self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None) -> Found:
-        """What is there of `chain`, held under `request`; see `Cache.lookup`.
-
-        While it is pending, `on_answered()` is called once when asking again will tell more.
-        """
-        with self._lock:
-            lease = self._leases.get(request)
-            if lease is not None and lease.found is not None and not lease.stale and lease.chain == chain:
-                lease.touched = self._clock()
-                return lease.found
-            if lease is None or lease.chain != chain:
-                self._end(request)
-                lease = self._leases[request] = Lease(next(self._ids), 0.0, chain=chain)
-                if len(self._leases) > MAX_LEASES:
-                    self._end(next(iter(self._leases)))
-            else:
-                self._let_go(lease)
-            lease.touched = self._clock()
-            lease.stale = False
-            lease.on_answered = on_answered
-            resident, lengths, unknown = self._find(chain, lease)
-            probes = [] if lease.probed else self._probes(chain, unknown)
-            lease.probed = True
-            lease.probes = len(probes)
-            pending = bool(probes)
-            lease.found = Found(resident, lengths, pending, lease.lease_id)
-            if not pending:
-                self._count_lookup(lease)
-                return lease.found
-        asked = [tier.probe(keys, nbytes, lambda: self._probe_answered(lease)) for tier, keys, nbytes in probes]
-        for _ in range(asked.count(False)):
-            self._probe_answered(lease)
-        if not any(asked):  # nobody can say more
-            with self._lock:
-                lease.stale = False
-                lease.found = Found(resident, lengths, False, lease.lease_id)
-                self._count_lookup(lease)
-        return lease.found
-
-    def lookup_answered(self, chain: Chain, request: str, timeout_s: float) -> Found:
-        """`lookup`, waiting at most `timeout_s` for what is pending."""
-        deadline = time.monotonic() + timeout_s
-        found = self.lookup(chain, request)
-        while found.pending:
-            with self._lock:
-                lease = self._leases.get(request)
-                if lease is None or not self._answered.wait_for(lambda: lease.stale, deadline - time.monotonic()):
-                    break
-            found = self.lookup(chain, request)
-        return found
-
-    def release(self, request: str) -> None:
-        """Give back what the request's lease holds.  Twice is fine."""
-        with self._lock:
-            self._end(request)
-
-    def hold_resident(self, chain: Chain, request: str) -> int:
-        """Lease without asking below or counting a lookup; return the resident length."""
-        with self._lock:
-            self._end(request)
-            lease = self._leases[request] = Lease(next(self._ids), float("inf"), probed=True, counted=True)
-            return self._find(chain, lease)[0]
-
-    def _find(self, chain: Chain, lease: Lease) -> tuple[int, tuple[int, ...], int | None]:
-        """(resident, restorable lengths, first chunk nobody has or None); holds what it reports under `lease`."""
-        groups = chain.model.groups
-        get = self._index.entries.get
-        ready_tiers = [tier for tier in self.tiers if tier.ready]
-        here: list[list[bool]] = []
-        anywhere: list[list[bool]] = []
-        held: list[list[tuple[int, Entry]]] = []
-        below: list[list[tuple[int, Tier, bytes]]] = []
-        limit = len(chain)
-        for group in groups:
-            full = group.kind is GroupKind.FULL
-            group_here = [True] * limit
-            group_any = [True] * limit
-            for shard in group.shards:
-                prefix = shard.shard_id
-                found: list[tuple[int, Entry]] = []
-                lower: list[tuple[int, Tier, bytes]] = []
-                for position, digest in enumerate(chain.digests[:limit]):
-                    key = prefix + digest
-                    entry = get(key)
-                    if entry is not None and entry.state is State.READY:
-                        found.append((position, entry))
-                        continue
-                    group_here[position] = False
-                    if entry is not None and entry.state is State.LOADING:
-                        found.append((position, entry))
-                        continue
-                    for tier in ready_tiers:
-                        if key in tier.known:
-                            lower.append((position, tier, key))
-                            break
-                    else:
-                        group_any[position] = False
-                        if full:
-                            limit = position
-                            break
-                held.append(found)
-                below.append(lower)
-            here.append(group_here)
-            anywhere.append(group_any)
-        tokens = chain.model.family.chunk_tokens
-        lengths = restorable(groups, [there[:limit] for there in anywhere], tokens)
-        resident = restorable(groups, [there[:limit] for there in here], tokens)
-        longest = lengths[-1] if lengths else 0
-        for found in held:
-            for position, entry in found:
-                if position >= longest:
-                    break
-                self._index.hold(entry)
-                lease.entries.append(entry)
-        by_tier: dict[int, tuple[Tier, list[bytes]]] = {}
-        for lower in below:
-            for position, tier, key in lower:
-                if position < longest:
-                    by_tier.setdefault(id(tier), (tier, []))[1].append(key)
-        for tier, keys in by_tier.values():
-            tier.pin(keys)
-            lease.below.append((tier, keys))
-        return (resident[-1] if resident else 0), lengths, (longest if longest < len(chain) else None)
-
-    def _probes(self, chain: Chain, start: int | None) -> list[tuple[Tier, list[ChunkKey], int]]:
-        """What to ask of shared stores, which may have more than we know."""
-        shared = [tier for tier in self.tiers if tier.backend.traits.shared and tier.ready]
-        if start is None or not shared:
-            return []
-        span = range(start, len(chain))
-        asked = [(shard, chain.keys(shard, span)) for shard in chain.model.shards]
-        return [(tier, keys, frame.record_nbytes(s.layout.nbytes)) for tier in shared for s, keys in asked]
-
-    def _probe_answered(self, lease: Lease) -> None:
-        with self._lock:
-            lease.probes -= 1
-            if lease.probes:
-                return
-            lease.stale = True
-            on_answered, lease.on_answered = lease.on_answered, None
-            self._answered.notify_all()
-        if on_answered is not None:
-            on_answered()
-
-    def _count_lookup(self, lease: Lease) -> None:
-        chain, found = lease.chain, lease.found
-        if lease.counted or chain is None or found is None:
-            return
-        lease.counted = True
-        chunks = found.restorable[-1] if found.restorable else 0
-        result = "miss" if not chunks else "full" if chunks == len(chain) else "partial"
-        self._metrics.add("lookups", result=result)
-        self._metrics.add("lookup_tokens", chain.tokens)
-        self._metrics.add("hit_tokens", chunks * chain.model.family.chunk_tokens)
-
-    def _end(self, request: str) -> None:
-        lease = self._leases.pop(request, None)
-        if lease is not None:
-            self._let_go(lease)
-            self._count_lookup(lease)
-
-    def _let_go(self, lease: Lease) -> None:
-        unhold = self._index.unhold
-        for entry in lease.entries:
-            unhold(entry)
-        lease.entries = []
-        for tier, keys in lease.below:
-            tier.unpin(keys)
-        lease.below = []
-
-    def _expire_leases(self) -> bool:
-        """End the leases of requests that stopped asking; whether there were any."""
-        limit = self._clock() - self._lease_timeout_s
-        old = [request for request, lease in self._leases.items() if lease.touched < limit]
-        for request in old:
-            self._end(request)
-        if old:
-            log.warning("%d leases not released within %.0f s have expired", len(old), self._lease_timeout_s)
-        return bool(old)
 
     # Stores.
 
@@ -299,12 +83,11 @@ class Pool:
             ancestors = [e for key in keys[: span.start] if (e := entries.get(key)) and e.state is State.READY]
             positions = [i for i, key in enumerate(keys[span.start :]) if key not in entries]
             present = [e for key in keys[span.start :] if (e := entries.get(key)) and e.state is State.READY]
-            for entry in (*ancestors, *present):
-                self._index.hold(entry)  # a prompt never evicts its own prefix
+            kept = [*ancestors, *present]
+            self._index.hold(kept)  # a prompt never evicts its own prefix
             slots = self._take_slots(len(positions), frame.record_nbytes(layout.nbytes))
-            for entry in (*ancestors, *present):
-                self._index.unhold(entry)
-            self._touch(list(reversed((*ancestors, *present))))
+            self._index.unhold(kept)
+            self._touch(kept[::-1])
             again = self._plan_writes(present) if self._write == "second_use" else []
             new: list[tuple[int, Entry]] = []
             for position, slot in zip(positions, slots, strict=False):
@@ -344,7 +127,7 @@ class Pool:
             entry.state = State.READY
             nbytes = entry.slot.nbytes
             self._policy(nbytes).on_put(Item(entry.key, entry.depth, nbytes))
-            self._index.unhold(entry)
+            self._index.unhold([entry])
             waiters, entry.waiters = entry.waiters, []
             told += [(sink, position, entry) for sink, position in waiters]
         return told
@@ -373,7 +156,7 @@ class Pool:
             for position, key in enumerate(keys):
                 entry = self._index.entries.get(key)
                 if entry is not None:
-                    self._index.hold(entry)
+                    self._index.hold([entry])
                     if entry.state is State.READY:
                         told.append((position, entry, ""))
                         used.append(entry)
@@ -391,7 +174,7 @@ class Pool:
                     told.append((position, None, "no room"))
                     continue
                 entry = self._enter(keys[position], slot, layout, depth + position, State.LOADING)
-                self._index.hold(entry)
+                self._index.hold([entry])
                 entry.waiters.append((sink, position))
                 loads.append((where, self.tiers[where], entry))
             self._touch(used[::-1])
@@ -407,8 +190,7 @@ class Pool:
     def unhold(self, entries: Iterable[Entry]) -> None:
         """End what `acquire` held."""
         with self._lock:
-            for entry in entries:
-                self._index.unhold(entry)
+            self._index.unhold(entries)
 
     def record(self, entry: Entry) -> memoryview:
         """The payload of an entry that the caller holds or fills."""
@@ -488,7 +270,7 @@ class Pool:
                 self._fill(slots, count, nbytes)
                 if len(slots) == count:
                     break
-            if len(slots) < count and self._expire_leases():
+            if len(slots) < count and self.leases.expire():
                 self._evict_own(count - len(slots), page_align(nbytes))
                 self._fill(slots, count, nbytes)
         if len(slots) < count:
@@ -551,7 +333,7 @@ class Pool:
             for entry in entries:
                 if not entry.below_mask & bit and entry.state is State.READY:
                     entry.below_mask |= bit
-                    self._index.hold(entry)
+                    self._index.hold([entry])
                     planned.append((index, entry))
         return planned
 
@@ -585,7 +367,7 @@ class Pool:
             if reason:
                 entry.below_mask &= ~(1 << index)
             if not in_use:
-                self._index.unhold(entry)
+                self._index.unhold([entry])
 
     def _returned(self, item: StoreItem) -> None:
         self.unhold([item.context[0]])
@@ -596,7 +378,9 @@ class Pool:
         """Remove what nobody holds of `chain` from every tier."""
         keys = [key for shard in chain.model.shards for key in chain.keys(shard)]
         with self._lock:
-            found = [e for key in keys if (e := self._index.entries.get(key)) and e.state is State.READY and not e.holds]
+            found = [
+                e for key in keys if (e := self._index.entries.get(key)) and e.state is State.READY and not e.holds
+            ]
             self._evict(found, "removed")
         for tier in self.tiers:
             known = [key for key in keys if key in tier.known]

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from . import frame
 from .backend import Backend, GetResult, SupportsListing
 from .breaker import Breaker
-from .buffers import copy_bytes
-from .codec import Codec
 from .errors import BackendError, BackendFull, CacheError, ChunkCorrupt
 from .events import Events
-from .frame import CHECKSUM_XXH3_64, Frame
+from .frame import Frame
 from .index import Siblings
 from .keys import ChunkKey
-from .layout import PAGE_NBYTES, Layout, page_align
+from .layout import Layout
 from .metrics import Metrics
 from .policy import EvictionPolicy, Item
+from .sealing import Sealer
 from .transfer import Task, TransferPool
 
 log = logging.getLogger(__name__)
@@ -41,8 +40,8 @@ Stored = Callable[["StoreItem", str, bool], None]
 class LoadItem:
     """One record wanted in `record` (a slot: header page and payload).
 
-    `done(item, frame, reason, in_use)` is called once: with the frame, or with None and why not.  If `in_use`, the backend
-    may still write to `record`, until `free(item)`.
+    `done(item, frame, reason, in_use)` is called once: with the frame, or with None and why not.  If `in_use`, the
+    backend may still write to `record`, until `free(item)`.
     """
 
     key: ChunkKey
@@ -55,7 +54,7 @@ class LoadItem:
 
 @dataclass(slots=True, eq=False)
 class StoreItem:
-    """One record in `record` to be written; `done(item, reason, in_use)` and `free` as for a LoadItem ("" is success)."""
+    """One record to be written; `done(item, reason, in_use)` and `free` as for a LoadItem, "" being success."""
 
     key: ChunkKey
     record: memoryview
@@ -88,9 +87,7 @@ class Tier:
         backend: Backend[Any],
         *,
         backend_name: str,
-        codec: Codec,
-        codec_name: str,
-        codec_named: Callable[[str], Codec | None],
+        sealer: Sealer,
         policy: EvictionPolicy,
         capacity_nbytes: int | None,
         timeout_s: float,
@@ -108,9 +105,7 @@ class Tier:
         self.breaker = Breaker(probe_interval_s=probe_interval_s, clock=clock, on_change=self._health_changed)
         self.known: dict[bytes, int] = {}
         """Records that this tier has, as far as we know, with their size.  Read without the lock, changed under it."""
-        self._codec = codec
-        self._codec_name = codec_name
-        self._codec_named = codec_named
+        self._sealer = sealer
         self._policy = policy
         self._metrics = metrics
         self._events = events
@@ -119,7 +114,6 @@ class Tier:
         self._pins: Counter[bytes] = Counter()
         self._siblings = Siblings()
         self._alone: set[bytes] = set()
-        self._staging = threading.local()
         self._closed = False
         self._clock = clock
         self._relist_at = 0.0
@@ -173,11 +167,11 @@ class Tier:
 
     def load(self, items: Sequence[LoadItem]) -> None:
         """Read records in the background, in order; each item is answered once."""
-        for batch in self._batches(items):
+        for batch in _batches(items):
             task = Task(
-                lambda batch=batch: self._run_load(batch),  # type: ignore[misc]
-                lambda batch=batch: self._late_load(batch),  # type: ignore[misc]
-                lambda batch=batch: [item.free(item) for item in batch],  # type: ignore[misc]
+                partial(self._run_load, batch),
+                partial(self._late_load, batch),
+                partial(_free, batch),
             )
             if not self.breaker.allow() or not self._pool.submit_load(task):
                 for item in batch:
@@ -185,11 +179,11 @@ class Tier:
 
     def store(self, items: Sequence[StoreItem]) -> None:
         """Write records in the background; what the queue cannot take is dropped, counted and answered at once."""
-        for batch in self._batches(items):
+        for batch in _batches(items):
             task = Task(
-                lambda batch=batch: self._run_store(batch),  # type: ignore[misc]
-                lambda batch=batch: self._late_store(batch),  # type: ignore[misc]
-                lambda batch=batch: [item.free(item) for item in batch],  # type: ignore[misc]
+                partial(self._run_store, batch),
+                partial(self._late_store, batch),
+                partial(_free, batch),
                 nbytes=sum(item.record.nbytes for item in batch),
             )
             if not self.breaker.allow():
@@ -269,11 +263,7 @@ class Tier:
 
     def _run_load(self, batch: list[LoadItem]) -> Callable[[], None]:
         started = time.monotonic()
-        if self._codec_name == "identity":
-            views = [item.record for item in batch]
-        else:
-            nbytes = [frame.record_nbytes(self._codec.max_nbytes(item.layout)) for item in batch]
-            views = self._staging_views([max(n, item.record.nbytes) for n, item in zip(nbytes, batch, strict=True)])
+        views = self._sealer.targets([item.record for item in batch], [item.layout for item in batch])
         keys = [item.key for item in batch]
         got = self._call("get_many", lambda: self.backend.get_many(keys, views, timeout_s=self.timeout_s))
         results: Sequence[GetResult] = got if isinstance(got, list) else [got] * len(batch)
@@ -298,9 +288,7 @@ class Tier:
             return None, "miss"
         if isinstance(result, int):
             try:
-                found = frame.verify(view, result, item.key, item.layout.fingerprint, item.layout.nbytes)
-                self._decode(item, view, found)
-                return found, ""
+                return self._sealer.unseal(view, result, item.key, item.layout, item.record), ""
             except ChunkCorrupt as error:
                 result = error
             except CacheError as error:  # a codec that is not installed: the record is fine
@@ -313,23 +301,6 @@ class Tier:
             return None, f"corrupt: {result}"
         return None, f"fault: {result}"
 
-    def _decode(self, item: LoadItem, view: memoryview, found: Frame) -> None:
-        if found.codec == "identity":
-            if view is not item.record:
-                copy_bytes(view[: item.record.nbytes], item.record)
-            return
-        codec = self._codec if found.codec == self._codec_name else self._codec_named(found.codec)
-        if codec is None or found.codec_version > codec.version:
-            raise CacheError(f"{item.key!r} needs codec {found.codec!r} version {found.codec_version}: install it")
-        payload = view[PAGE_NBYTES : PAGE_NBYTES + found.encoded_nbytes]
-        if view is item.record:
-            (staged,) = self._staging_views([found.encoded_nbytes])
-            copy_bytes(payload, staged[: found.encoded_nbytes])
-            payload = staged[: found.encoded_nbytes]
-        codec.decode(payload, item.layout, item.record[PAGE_NBYTES : PAGE_NBYTES + item.layout.nbytes])
-        raw = Frame(item.key, found.depth, found.fingerprint, found.raw_nbytes, found.raw_nbytes, found.stored_at_ns)
-        frame.pack(raw, item.record[:PAGE_NBYTES])
-
     def _late_load(self, batch: list[LoadItem]) -> None:
         self.breaker.failed(f"no answer in {2 * self.timeout_s} s")
         for item in batch:
@@ -339,13 +310,11 @@ class Tier:
     def _run_store(self, batch: list[StoreItem]) -> Callable[[], None]:
         started = time.monotonic()
         results: list[str] = []
-        if self._codec_name == "identity":
-            for item in batch:
-                _seal(item.record)
-            results = self._put(batch, [item.record for item in batch])
+        if self._sealer.codec_name == "identity":
+            results = self._put(batch, [self._sealer.seal(item.record, item.layout) for item in batch])
         else:
             for item in batch:
-                results += self._put([item], [self._encode(item)])
+                results += self._put([item], [self._sealer.seal(item.record, item.layout)])
         seconds = time.monotonic() - started
 
         def complete() -> None:
@@ -363,28 +332,6 @@ class Tier:
                 self._events.emit("lmcache_chunks_stored", tier=self.name, keys=keys, nbytes=nbytes, seconds=seconds)
 
         return complete
-
-    def _encode(self, item: StoreItem) -> memoryview:
-        bound = self._codec.max_nbytes(item.layout)
-        (staged,) = self._staging_views([frame.record_nbytes(bound)])
-        raw = item.record[PAGE_NBYTES : PAGE_NBYTES + item.layout.nbytes]
-        nbytes = self._codec.encode(raw, item.layout, staged[PAGE_NBYTES : PAGE_NBYTES + bound])
-        found = frame.parse(item.record)
-        payload = staged[PAGE_NBYTES : PAGE_NBYTES + nbytes]
-        encoded = Frame(
-            found.key,
-            found.depth,
-            found.fingerprint,
-            nbytes,
-            found.raw_nbytes,
-            found.stored_at_ns,
-            self._codec_name,
-            self._codec.version,
-            CHECKSUM_XXH3_64,
-            frame.payload_checksum(payload),
-        )
-        frame.pack(encoded, staged[:PAGE_NBYTES])
-        return staged[: frame.record_nbytes(nbytes)]
 
     def _put(self, batch: list[StoreItem], records: list[memoryview]) -> list[str]:
         """Write records that are not there yet; "" or why not for each."""
@@ -410,7 +357,7 @@ class Tier:
                 break
             keys = [batch[index].key for index in wanted]
             views = [records[index] for index in wanted]
-            put = self._call("put_many", lambda: self.backend.put_many(keys, views, timeout_s=self.timeout_s))  # noqa: B023
+            put = self._call("put_many", partial(self.backend.put_many, keys, views, timeout_s=self.timeout_s))
             results = put if isinstance(put, list) else [put] * len(wanted)
             self._count_health(results)
             full: list[int] = []
@@ -438,7 +385,7 @@ class Tier:
             item.done(item, "late", True)
 
     def _make_room(self, nbytes: int, at_least: int = 0) -> bool:
-        """Reserve `nbytes` of the capacity, evicting what must go, `at_least` bytes of it; False if that is impossible."""
+        """Reserve `nbytes` of the capacity, evicting what must go, `at_least` that much; False if it cannot be."""
         with self._lock:
             need = at_least
             if self.capacity_nbytes is not None:
@@ -455,7 +402,7 @@ class Tier:
                     self._unlearn(key)
             self._used_nbytes += nbytes
         for key in victims:
-            self._call("remove", lambda key=key: self.backend.remove(key))  # type: ignore[misc]
+            self._call("remove", partial(self.backend.remove, key))
         self._report_evicted(victims, "capacity")
         return True
 
@@ -520,51 +467,26 @@ class Tier:
             log.warning("tier %s: left alone, tried again at intervals: %s", self.name, reason)
         self._events.emit("lmcache_tier_health", tier=self.name, healthy=healthy, error=reason)
 
-    def _staging_views(self, sizes: list[int]) -> list[memoryview]:
-        """Page-aligned buffers of this thread, kept and reused: fresh memory costs more than the copy."""
-        aligned = [page_align(size) for size in sizes]
-        buffer = getattr(self._staging, "buffer", None)
-        if buffer is None or len(buffer) < sum(aligned):
-            buffer = self._staging.buffer = mmap.mmap(-1, sum(aligned))
-        views, start = [], 0
-        for size in aligned:
-            views.append(memoryview(buffer)[start : start + size])
-            start += size
-        return views
-
-    def _batches(self, items: Sequence[ItemT]) -> list[list[ItemT]]:
-        batches: list[list[ItemT]] = []
-        room = 0
-        for item in items:
-            if item.record.nbytes > room:
-                batches.append([])
-                room = _BATCH_NBYTES
-            batches[-1].append(item)
-            room -= item.record.nbytes
-        return batches
-
 
 class _Foreign(BackendError):
     """Stands for an exception that a backend should not have raised; its breaker is open already."""
 
 
-def _seal(record: memoryview) -> None:
-    """Put the payload's checksum into the header, once per record."""
-    found = frame.parse(record)
-    if found.checksum_kind == CHECKSUM_XXH3_64:
-        return
-    checksum = frame.payload_checksum(record[PAGE_NBYTES : PAGE_NBYTES + found.encoded_nbytes])
-    sealed = Frame(
-        found.key,
-        found.depth,
-        found.fingerprint,
-        found.encoded_nbytes,
-        found.raw_nbytes,
-        found.stored_at_ns,
-        checksum_kind=CHECKSUM_XXH3_64,
-        checksum=checksum,
-    )
-    frame.pack(sealed, record[:PAGE_NBYTES])
+def _batches(items: Sequence[ItemT]) -> list[list[ItemT]]:
+    batches: list[list[ItemT]] = []
+    room = 0
+    for item in items:
+        if item.record.nbytes > room:
+            batches.append([])
+            room = _BATCH_NBYTES
+        batches[-1].append(item)
+        room -= item.record.nbytes
+    return batches
+
+
+def _free(batch: Sequence[ItemT]) -> None:
+    for item in batch:
+        item.free(item)
 
 
 def _depth(record: memoryview) -> int:

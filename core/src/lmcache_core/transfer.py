@@ -22,8 +22,8 @@ class Task:
     """One blocking operation.
 
     `run()` does the work on a pool thread and returns the function that completes it.  If that takes too long,
-    `on_late()` is called instead, from another thread; `on_return()` then says, much later perhaps, that `run` has let go
-    of its buffers.  A task that never ran gets both calls in a row.
+    `on_late()` is called instead, from another thread; `on_return()` then says, much later perhaps, that `run` has let
+    go of its buffers.  A task that never ran gets both calls in a row.
     """
 
     __slots__ = ("_lock", "answered", "deadline", "nbytes", "on_late", "on_return", "run", "state")
@@ -57,8 +57,8 @@ class Task:
 class TransferPool:
     """`threads` daemon threads, one of which serves loads only, and a watch that answers for what is late.
 
-    A load's deadline counts from its submission, a store's from its start, since a queue of stores may be long.  A thread
-    whose task is late is left to it and replaced, at most `threads` times at once.
+    A load's deadline counts from its submission, a store's from its start, since a queue of stores may be long.  A
+    thread whose task is late is left to it and replaced, at most `threads` times at once.
     """
 
     def __init__(self, name: str, threads: int, *, deadline_s: float, max_store_nbytes: int) -> None:
@@ -124,7 +124,7 @@ class TransferPool:
             return self._idle.wait_for(lambda: not (self._loads or self._stores or self._running), timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new work, answer what is queued as late, wait for the threads; False if one is stuck.  Twice is fine."""
+        """Refuse new work, answer what is queued as late, wait for the threads; False if one is stuck."""
         with self._lock:
             self._closing = True
             abandoned = [*self._loads, *self._stores]

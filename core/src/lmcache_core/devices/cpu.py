@@ -83,7 +83,9 @@ class CpuDevice(Device):
         return DoneFence()
 
 
-def _checked(pages: Pages, block_ids: Sequence[int], layout: Layout, buffers: int) -> np.ndarray[Any, np.dtype[np.intp]]:
+def _checked(
+    pages: Pages, block_ids: Sequence[int], layout: Layout, buffers: int
+) -> np.ndarray[Any, np.dtype[np.intp]]:
     """The ids as an array, after everything that "clip" would hide."""
     ids = np.asarray(block_ids, dtype=np.intp)
     first = layout.regions[0]
@@ -102,7 +104,9 @@ def _checked(pages: Pages, block_ids: Sequence[int], layout: Layout, buffers: in
                     f"region {region.name!r}: blocks of {page[:1].nbytes} bytes, the layout has {region.block_nbytes}"
                 )
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(page):
-                raise DeviceError(f"block ids {ids.min()} to {ids.max()}, region {region.name!r} has {len(page)} blocks")
+                raise DeviceError(
+                    f"block ids {ids.min()} to {ids.max()}, region {region.name!r} has {len(page)} blocks"
+                )
     return ids
 
 
@@ -129,7 +133,9 @@ def _void(page: Any, block_nbytes: int) -> Any:
 def _each_block(page: Any, ids: Any, flat: Any, region: Region, *, to_page: bool) -> None:
     for index, block in enumerate(ids):
         there = page[block]
-        here = flat[index * region.block_nbytes : (index + 1) * region.block_nbytes].view(page.dtype).reshape(there.shape)
+        here = (
+            flat[index * region.block_nbytes : (index + 1) * region.block_nbytes].view(page.dtype).reshape(there.shape)
+        )
         if to_page:
             np.copyto(there, here)
         else:

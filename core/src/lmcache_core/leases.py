@@ -1,0 +1,271 @@
+"""What requests were told is there, and hold until they release it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from . import frame
+from .chain import Chain, Group, GroupKind
+from .groups import restorable
+from .index import Entry, Index, State
+from .keys import ChunkKey
+from .metrics import Metrics
+from .tier import Tier
+
+log = logging.getLogger(__name__)
+
+MAX_LEASES: Final = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A lookup's answer; lengths in chunks."""
+
+    resident: int
+    restorable: tuple[int, ...]
+    pending: bool
+    lease_id: int
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    lease_id: int
+    chain: Chain
+    touched: float
+    found: Found | None = None
+    entries: list[Entry] = field(default_factory=list)
+    below: list[tuple[Tier, list[bytes]]] = field(default_factory=list)
+    probes: int = 0
+    """Answers of shared stores that are still out."""
+    probed: bool = False
+    stale: bool = False
+    """All probes have answered since the last lookup."""
+    counted: bool = False
+    on_answered: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class _Shards:
+    """Where the chunks of one group were found: chunk by chunk present at all, in host memory, and what to hold."""
+
+    present: list[bool]
+    resident: list[bool]
+    entries: list[tuple[int, Entry]] = field(default_factory=list)
+    below: list[tuple[int, Tier, bytes]] = field(default_factory=list)
+
+
+class Leases:
+    """Of one pool, under its lock, which it shares.  Bounded: beyond MAX_LEASES the oldest ends."""
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        index: Index,
+        tiers: Sequence[Tier],
+        metrics: Metrics,
+        *,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._lock = lock
+        self._answered = threading.Condition(lock)
+        self._index = index
+        self._tiers = tiers
+        self._metrics = metrics
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._leases: OrderedDict[str, _Lease] = OrderedDict()
+        self._ids = itertools.count(1)
+
+    def lookup(self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None) -> Found:
+        """What is there of `chain`, held under `request`; see `Cache.lookup`.
+
+        While it is pending, `on_answered()` is called once when asking again will tell more.
+        """
+        with self._lock:
+            lease = self._leases.get(request)
+            if lease is not None and lease.chain is not chain and lease.chain != chain:
+                self._end(request)
+                lease = None
+            if lease is None:
+                lease = self._open(chain, request)
+            elif lease.found is not None and not lease.stale:
+                lease.touched = self._clock()
+                return lease.found
+            else:
+                self._let_go(lease)
+                lease.touched, lease.stale = self._clock(), False
+            lease.on_answered = on_answered
+            resident, lengths = self._find(lease)
+            longest = lengths[-1] if lengths else 0
+            probes = [] if lease.probed else self._probes(chain, longest)
+            lease.probed = True
+            lease.probes = len(probes)
+            lease.found = Found(resident, lengths, bool(probes), lease.lease_id)
+            if not probes:
+                self._count(lease)
+                return lease.found
+        found = lease.found
+        asked = [tier.probe(keys, nbytes, lambda: self._probe_answered(lease)) for tier, keys, nbytes in probes]
+        for _ in range(asked.count(False)):
+            self._probe_answered(lease)
+        if any(asked):
+            return found
+        with self._lock:  # nobody can say more
+            lease.stale = False
+            lease.found = found = Found(resident, lengths, False, lease.lease_id)
+            self._count(lease)
+            return found
+
+    def lookup_answered(self, chain: Chain, request: str, timeout_s: float) -> Found:
+        """`lookup`, waiting at most `timeout_s` for what is pending."""
+        deadline = time.monotonic() + timeout_s
+        while (found := self.lookup(chain, request)).pending:
+            with self._lock:
+                lease = self._leases.get(request)
+                while lease is not None and not lease.stale and (left := deadline - time.monotonic()) > 0:
+                    self._answered.wait(left)
+                if lease is None or not lease.stale:
+                    break
+        return found
+
+    def hold_resident(self, chain: Chain, request: str) -> int:
+        """Hold what is in host memory, without end, asking and counting; return its length in chunks."""
+        with self._lock:
+            self._end(request)
+            lease = self._open(chain, request)
+            lease.touched, lease.probed, lease.counted = float("inf"), True, True
+            resident, lengths = self._find(lease)
+            lease.found = Found(resident, lengths, False, lease.lease_id)
+            return resident
+
+    def release(self, request: str) -> None:
+        """Give back exactly what the request holds.  Twice is fine."""
+        with self._lock:
+            self._end(request)
+
+    def expire(self) -> bool:
+        """End the leases of requests that stopped asking; whether there were any.  Under the lock."""
+        limit = self._clock() - self._timeout_s
+        old = [request for request, lease in self._leases.items() if lease.touched < limit]
+        for request in old:
+            self._end(request)
+        if old:
+            log.warning("%d leases that were not released within %.0f s have expired", len(old), self._timeout_s)
+        return bool(old)
+
+    def _open(self, chain: Chain, request: str) -> _Lease:
+        lease = self._leases[request] = _Lease(next(self._ids), chain, self._clock())
+        if len(self._leases) > MAX_LEASES:
+            self._end(next(iter(self._leases)))
+        return lease
+
+    def _end(self, request: str) -> None:
+        lease = self._leases.pop(request, None)
+        if lease is not None:
+            self._let_go(lease)
+            self._count(lease)
+
+    def _let_go(self, lease: _Lease) -> None:
+        self._index.unhold(lease.entries)
+        lease.entries = []
+        for tier, keys in lease.below:
+            tier.unpin(keys)
+        lease.below = []
+
+    def _find(self, lease: _Lease) -> tuple[int, tuple[int, ...]]:
+        """(resident length, restorable lengths); holds what it reports under `lease`."""
+        chain = lease.chain
+        groups = chain.model.groups
+        tiers = [tier for tier in self._tiers if tier.ready]
+        found: list[_Shards] = []
+        limit = len(chain)
+        for group in groups:
+            found.append(self._find_group(chain, group, tiers, limit))
+            limit = min(limit, len(found[-1].present))
+        tokens = chain.model.family.chunk_tokens
+        lengths = restorable(groups, [shards.present for shards in found], tokens)
+        if any(shards.below for shards in found) or any(not all(shards.resident[:limit]) for shards in found):
+            here = restorable(groups, [shards.resident for shards in found], tokens)
+        else:
+            here = lengths
+        longest = lengths[-1] if lengths else 0
+        for shards in found:
+            lease.entries += [entry for position, entry in shards.entries if position < longest]
+        self._index.hold(lease.entries)
+        by_tier: dict[Tier, list[bytes]] = {}
+        for shards in found:
+            for position, tier, key in shards.below:
+                if position < longest:
+                    by_tier.setdefault(tier, []).append(key)
+        for tier, keys in by_tier.items():
+            tier.pin(keys)
+        lease.below = list(by_tier.items())
+        return (here[-1] if here else 0), lengths
+
+    def _find_group(self, chain: Chain, group: Group, tiers: Sequence[Tier], limit: int) -> _Shards:
+        """One group's chunks; of a full group the lists end where the first is missing."""
+        get = self._index.entries.get
+        full = group.kind is GroupKind.FULL
+        ready, loading = State.READY, State.LOADING
+        result = _Shards([True] * limit, [True] * limit)
+        for shard in group.shards:
+            prefix = shard.shard_id
+            for position, digest in enumerate(chain.digests[:limit]):
+                entry = get(prefix + digest)
+                if entry is not None and entry.state is ready:
+                    result.entries.append((position, entry))
+                    continue
+                result.resident[position] = False
+                if entry is not None and entry.state is loading:
+                    result.entries.append((position, entry))
+                    continue
+                key = prefix + digest
+                tier = next((tier for tier in tiers if key in tier.known), None)
+                if tier is not None:
+                    result.below.append((position, tier, key))
+                elif full:
+                    limit = position
+                    break
+                else:
+                    result.present[position] = False
+        del result.present[limit:], result.resident[limit:]
+        return result
+
+    def _probes(self, chain: Chain, start: int) -> list[tuple[Tier, list[ChunkKey], int]]:
+        """What to ask of shared stores, which may have more than we know: the chunks from `start` on."""
+        shared = [tier for tier in self._tiers if tier.backend.traits.shared and tier.ready]
+        if start == len(chain) or not shared:
+            return []
+        span = range(start, len(chain))
+        asked = [(shard, chain.keys(shard, span)) for shard in chain.model.shards]
+        return [(tier, keys, frame.record_nbytes(s.layout.nbytes)) for tier in shared for s, keys in asked]
+
+    def _probe_answered(self, lease: _Lease) -> None:
+        with self._lock:
+            lease.probes -= 1
+            if lease.probes:
+                return
+            lease.stale = True
+            on_answered, lease.on_answered = lease.on_answered, None
+            self._answered.notify_all()
+        if on_answered is not None:
+            on_answered()
+
+    def _count(self, lease: _Lease) -> None:
+        if lease.counted or lease.found is None:
+            return
+        lease.counted = True
+        lengths = lease.found.restorable
+        chunks = lengths[-1] if lengths else 0
+        result = "miss" if not chunks else "full" if chunks == len(lease.chain) else "partial"
+        self._metrics.add("lookups", result=result)
+        self._metrics.add("lookup_tokens", lease.chain.tokens)
+        self._metrics.add("hit_tokens", chunks * lease.chain.model.family.chunk_tokens)
