@@ -45,6 +45,10 @@ class Task:
         self.answered: threading.Event | None = None
         self._lock = threading.Lock()
 
+    def forget(self) -> None:
+        """Let go of what the task held: it may be watched for a while after its end."""
+        self.run, self.on_late, self.on_return = _nothing, _no_call, _no_call
+
     def move(self, *origins: _State, to: _State) -> bool:
         """Change the state if it is one of `origins`; whether it was."""
         with self._lock:
@@ -52,6 +56,14 @@ class Task:
                 return False
             self.state = to
             return True
+
+
+def _no_call() -> None:
+    return None
+
+
+def _nothing() -> Callable[[], None]:
+    return _no_call
 
 
 class TransferPool:
@@ -169,12 +181,14 @@ class TransferPool:
             complete = task.run()
             if task.move(_State.RUNNING, to=_State.ENDED):
                 complete()
+                task.forget()
                 with self._lock:
                     self._ended(task)
             else:
                 assert task.answered is not None
                 task.answered.wait()  # `on_return` comes after `on_late`
                 task.on_return()
+                task.forget()
                 with self._lock:
                     self._stuck -= 1
                     self._workers.discard(threading.current_thread())
@@ -217,6 +231,7 @@ class TransferPool:
         if task.move(_State.QUEUED, to=_State.ENDED):
             task.on_late()
             task.on_return()
+            task.forget()
 
     def _give_up_running(self, task: Task) -> None:
         with self._lock:
