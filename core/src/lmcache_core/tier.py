@@ -115,6 +115,8 @@ class Tier:
         self._siblings = Siblings()
         self._alone: set[bytes] = set()
         self._closed = False
+        self._faulty = False
+        self._said_corrupt = float("-inf")
         self._clock = clock
         self._relist_at = 0.0
         self._pool = TransferPool(
@@ -198,7 +200,7 @@ class Tier:
 
         def run() -> Callable[[], None]:
             found = self._call("contains_prefix", lambda: self.backend.contains_prefix(keys, timeout_s=self.timeout_s))
-            self._count_health([found])
+            self._count_health("contains_prefix", keys, [found])
             if isinstance(found, int):
                 with self._lock:
                     for key in keys[:found]:
@@ -242,7 +244,7 @@ class Tier:
             return
         backend = self.backend
         entries = self._call("entries", lambda: sorted(backend.entries(), key=lambda entry: entry.stored_at))
-        self._count_health([entries])
+        self._count_health("entries", [], [entries])
         if isinstance(entries, list):
             with self._lock:
                 for entry in entries:
@@ -268,7 +270,7 @@ class Tier:
         got = self._call("get_many", lambda: self.backend.get_many(keys, views, timeout_s=self.timeout_s))
         results: Sequence[GetResult] = got if isinstance(got, list) else [got] * len(batch)
         answers = [self._check(*parts) for parts in zip(batch, views, results, strict=True)]
-        self._count_health(results)
+        self._count_health("get", keys, results)
         seconds = time.monotonic() - started
 
         def complete() -> None:
@@ -286,20 +288,25 @@ class Tier:
         if result is None:
             self._forget(item.key, "lost")
             return None, "miss"
+        problem = str(result)
+        corrupt = isinstance(result, ChunkCorrupt)
         if isinstance(result, int):
             try:
                 return self._sealer.unseal(view, result, item.key, item.layout, item.record), ""
             except ChunkCorrupt as error:
-                result = error
+                corrupt, problem = True, str(error)
             except CacheError as error:  # a codec that is not installed: the record is fine
-                log.warning("tier %s: %s", self.name, error)
+                log.warning("tier %s: %s", self.name, str(error))
                 return None, f"fault: {error}"
-        if isinstance(result, ChunkCorrupt):
-            log.warning("tier %s: removed a corrupt record: %s", self.name, result)
-            self._metrics.add("corruptions", tier=self.name)
-            self._remove(item.key, "corrupt")
-            return None, f"corrupt: {result}"
-        return None, f"fault: {result}"
+        if not corrupt:
+            return None, f"fault: {problem}"
+        now = self._clock()
+        if now - self._said_corrupt >= 1.0:
+            self._said_corrupt = now
+            log.warning("tier %s: removed a corrupt record: %s", self.name, problem)
+        self._metrics.add("corruptions", tier=self.name)
+        self._remove(item.key, "corrupt")
+        return None, f"corrupt: {problem}"
 
     def _late_load(self, batch: list[LoadItem]) -> None:
         self.breaker.failed(f"no answer in {2 * self.timeout_s} s")
@@ -359,7 +366,7 @@ class Tier:
             views = [records[index] for index in wanted]
             put = self._call("put_many", partial(self.backend.put_many, keys, views, timeout_s=self.timeout_s))
             results = put if isinstance(put, list) else [put] * len(wanted)
-            self._count_health(results)
+            self._count_health("put", keys, results)
             full: list[int] = []
             with self._lock:
                 for index, result in zip(wanted, results, strict=True):
@@ -445,20 +452,35 @@ class Tier:
     def _call(self, verb: str, call: Callable[[], Any]) -> Any:
         """`call()`, or the BackendError that it ended with.  A plugin may raise anything: that opens the breaker."""
         try:
-            return call()
+            answer = call()
         except BackendError as error:
-            return error
+            return _plain(error)
         except Exception as error:
             self.breaker.failed(f"{verb} raised {error!r}", fatal=True)
             log.exception("tier %s: backend %s raised in %s; this is its bug", self.name, self.backend_name, verb)
             return _Foreign(f"{verb} raised {error!r}")
+        if isinstance(answer, list):
+            return [_plain(one) if isinstance(one, BackendError) else one for one in answer]
+        return answer
 
-    def _count_health(self, results: Sequence[object]) -> None:
-        faults = [r for r in results if isinstance(r, BackendError) and not isinstance(r, (ChunkCorrupt, BackendFull))]
+    def _count_health(self, verb: str, keys: Sequence[ChunkKey], results: Sequence[object]) -> None:
+        """Tell the breaker, and log the first fault after a success: the rest are counted."""
+        faults = [
+            (index, result)
+            for index, result in enumerate(results)
+            if isinstance(result, BackendError) and not isinstance(result, (ChunkCorrupt, BackendFull))
+        ]
         if not faults:
+            self._faulty = False
             self.breaker.succeeded()
-        elif not isinstance(faults[0], _Foreign):
-            self.breaker.failed(str(faults[0]))
+            return
+        index, fault = faults[0]
+        if isinstance(fault, _Foreign):
+            return  # logged, and the breaker is open
+        if not self._faulty:
+            self._faulty = True
+            log.warning("tier %s: %s of %r failed: %s", self.name, verb, keys[index] if keys else "the store", str(fault))
+        self.breaker.failed(str(fault))
 
     def _health_changed(self, healthy: bool, reason: str) -> None:
         if healthy:
@@ -466,6 +488,12 @@ class Tier:
         else:
             log.warning("tier %s: left alone, tried again at intervals: %s", self.name, reason)
         self._events.emit("lmcache_tier_health", tier=self.name, healthy=healthy, error=reason)
+
+
+def _plain(error: BackendError) -> BackendError:
+    """Without the frames that it came through, which hold the caller's buffers."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
 
 
 class _Foreign(BackendError):
