@@ -199,6 +199,8 @@ class TransferPool:
         self._store_nbytes = max(0, self._store_nbytes - task.nbytes)
         if not (self._loads or self._stores or self._running):
             self._idle.notify_all()
+            if self._closing:
+                self._wake_watch.notify()
 
     def _watch_for(self, watched: deque[Task], task: Task) -> None:
         while watched and watched[0].state is _State.ENDED:
