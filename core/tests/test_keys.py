@@ -13,6 +13,7 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -234,7 +235,6 @@ def test_images_that_end_alike_share_no_key() -> None:
 
 
 def test_arrays_of_every_integer_type_and_lists_agree() -> None:
-    np = pytest.importorskip("numpy")
     tokens = [0, 1, 2, 127, 40_000, 151_643, 2**31 - 1, 5]
     expected = chain_digests(PLAIN.family_id, tokens, 4)
     same = [np.array(tokens, dtype=kind) for kind in ("int64", "int32", "uint32", "uint64", ">i4", ">u4", ">i8")]
@@ -256,7 +256,6 @@ def test_token_ids_that_are_none_are_refused(tokens: list[object]) -> None:
 
 
 def test_arrays_that_hold_no_token_ids_are_refused() -> None:
-    np = pytest.importorskip("numpy")
     for wrong in (
         np.array([-1, 3]),
         np.array([2**32], dtype="int64"),

@@ -12,6 +12,7 @@ import inspect
 import logging
 import re
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ POLICIES: Final = "lmcache_core.policies"
 HOOKS: Final = "lmcache_core.hooks"
 GROUPS: Final = (BACKENDS, DEVICES, CODECS, POLICIES, HOOKS)
 CORE: Final = "lmcache-core"
+SLOW_IMPORT_S: Final = 3.0
+"""An import that takes longer is said aloud: whoever waits for it should know for what."""
 
 _KINDS: Final = {
     BACKENDS: ("lmcache_core.backend", "Backend"),
@@ -225,12 +228,17 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str, describe
 
 def _import(offer: PluginInfo) -> Any:
     """The object behind an offer; whatever its import raises, SystemExit too, becomes PluginImportFailed."""
+    started = time.monotonic()
     try:
-        return offer.entry_point.load()
+        loaded = offer.entry_point.load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         raise PluginImportFailed(f"{offer} in {offer.location} would not import: {_cause(error)}") from error
+    seconds = time.monotonic() - started
+    if seconds > SLOW_IMPORT_S:
+        _log.warning("%s took %.1f s to import", offer, seconds)
+    return loaded
 
 
 def _import_file(path: Path) -> ModuleType:

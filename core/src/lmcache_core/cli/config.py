@@ -42,7 +42,7 @@ tiers:                     # nearest first
     backend: disk
     capacity: 50GiB
     options:
-      path: ./lmcache-data
+      path: ~/.cache/lmcache
   # - name: pool
   #   backend: redis       # pip install lmcache-redis
   #   timeout: 2s
