@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+
 from lmcache_core import plugins
 from lmcache_core.errors import PluginConflict, PluginError, PluginImportFailed, PluginIncompatible, PluginNotFound
 
@@ -191,9 +192,7 @@ def test_a_disabled_one_is_as_if_not_installed_and_the_error_says_so(tmp_path: P
     assert [row["state"] for row in listing if row["name"] == "prints"] == ["disabled"]
 
 
-def test_stale_metadata_of_an_older_install_is_no_second_offer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_metadata_of_an_older_install_is_no_second_offer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stale = tmp_path / "lmcache_fixture_prints.egg-info"
     stale.mkdir()
     (stale / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: lmcache-fixture-prints\nVersion: 0.0.1\n")

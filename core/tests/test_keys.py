@@ -11,12 +11,14 @@ import subprocess
 import sys
 from array import array
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lmcache_core import keys
 from lmcache_core.chain import Chain, Group, GroupKind, Model, Shard
 from lmcache_core.errors import NamespaceError
@@ -104,6 +106,7 @@ def test_every_process_hash_seed_and_python_computes_the_golden_key(python: str,
     assert child.stdout.split("\n")[:2] == [GOLDEN_KEY, "[]"]
 
 
+@pytest.mark.keeps_running  # multiprocessing's resource tracker, which lives as long as this process
 def test_spawned_workers_agree() -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:
@@ -144,7 +147,9 @@ def test_every_field_of_the_identity_changes_the_key() -> None:
         )
     ]
     where: dict[str, object] = {"group": 0, "layers": (0, 2), "heads": (0, 2)}
-    rectangles = [where | change for change in ({"group": 1}, {"layers": (2, 4)}, {"layers": (0, 4)}, {"heads": (2, 4)})]
+    rectangles = [
+        where | change for change in ({"group": 1}, {"layers": (2, 4)}, {"layers": (0, 4)}, {"heads": (2, 4)})
+    ]
     shards = [Shard.of(family, layout, **where) for family in families]  # type: ignore[arg-type]
     shards += [Shard.of(base, other, **where) for other in layouts]  # type: ignore[arg-type]
     shards += [Shard.of(base, layout, **other) for other in rectangles]  # type: ignore[arg-type]
@@ -324,7 +329,7 @@ def test_extending_in_steps_equals_hashing_at_once(
     whole = Chain.of(model, tokens, extra)
     edges = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
     grown = Chain.of(model, [])
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         grown = grown.extend(tokens[start:stop], extra)
     assert grown == whole
     assert whole.tokens == len(tokens)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
 from lmcache_core import plugins
 from lmcache_core.errors import PluginConflict, PluginImportFailed, PluginIncompatible, PluginNotFound
 from lmcache_core.plugins import BACKENDS, CODECS, DEVICES, HOOKS, POLICIES
@@ -28,7 +29,7 @@ Install = Callable[..., Path]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """`install(dist, version, {group: {name: target}}, **modules)` writes metadata and modules into a new site folder."""
+    """`install(dist, version, {group: {name: target}}, **modules)` writes metadata and modules into a folder."""
     before = set(sys.modules)
 
     def write(
@@ -50,7 +51,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         (info / ("PKG-INFO" if egg else "METADATA")).write_text(
             f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n\nName: not-the-header\n"
         )
-        lines = [f"[{group}]\n" + "".join(f"{n} = {t}\n" for n, t in of.items()) for group, of in (offers or {}).items()]
+        lines = [
+            f"[{group}]\n" + "".join(f"{n} = {t}\n" for n, t in of.items()) for group, of in (offers or {}).items()
+        ]
         (info / "entry_points.txt").write_text("\n".join(lines))
         for module, source in modules.items():
             (site / f"{module}.py").write_text(source)
@@ -151,7 +154,10 @@ def test_a_disabled_plugin_is_as_if_not_installed_and_the_error_says_why(install
         ("\ndef f(:\n", r"SyntaxError: .*plugtest_bad\.py.*2"),
         ("import sys\nsys.exit('bye')", r"SystemExit: bye \(.*plugtest_bad\.py:2\)"),
         ("class Odd(BaseException): pass\nraise Odd", r"Odd \(.*plugtest_bad\.py:2\)"),
-        ("import plugtest_nowhere", r"ModuleNotFoundError: No module named 'plugtest_nowhere' \(.*plugtest_bad\.py:1\)"),
+        (
+            "import plugtest_nowhere",
+            r"ModuleNotFoundError: No module named 'plugtest_nowhere' \(.*plugtest_bad\.py:1\)",
+        ),
         ("x = 1", r"AttributeError: .*Good"),
         ("raise RuntimeError('a\\n' * 900)", r"RuntimeError: a a a"),
     ],
@@ -263,7 +269,9 @@ HEALTH = {"tier": "pool", "healthy": False, "error": "refused"}
 
 
 def test_hook_plugins_are_modules_classes_or_instances(install: Install) -> None:
-    source = HOOK + """
+    source = (
+        HOOK
+        + """
 class Plugin:
     api_version = (1, 0)
     @hookimpl
@@ -271,6 +279,7 @@ class Plugin:
         heard.append(healthy)
 single = Plugin()
 """
+    )
     offers = {"zz-m": "plugtest_hook", "zz-c": "plugtest_hook:Plugin", "zz-i": "plugtest_hook:single"}
     install("a-dist", offers={HOOKS: offers}, plugtest_hook=source)
     manager = plugins.load_hooks(offers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lmcache_core.units import MAX_NBYTES, format_nbytes, format_seconds, parse_nbytes, parse_seconds
 
 

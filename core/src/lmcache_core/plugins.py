@@ -122,12 +122,12 @@ def resolve(group: str, name: str, disable: Iterable[str] = ()) -> PluginInfo:
     raise PluginNotFound(_not_found(kind, name, [offer for offer in offers if not is_disabled(offer, disable)]))
 
 
-def load(group: str, name: str, disable: Iterable[str] = ()) -> type:
+def load(group: str, name: str, disable: Iterable[str] = ()) -> type[Any]:
     """Import the plugin called `name` and check its kind and API version; PluginError says what is wrong and where."""
     return load_offer(resolve(group, name, disable))
 
 
-def load_offer(offer: PluginInfo) -> type:
+def load_offer(offer: PluginInfo) -> type[Any]:
     """Import the class behind a discovered offer of any group but hooks, and check it."""
     loaded = _import(offer)
     module, base_name = _KINDS[offer.group]

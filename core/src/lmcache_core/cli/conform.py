@@ -90,7 +90,9 @@ def _summarise(backend: str, results: list[LawResult], seconds: float, as_json: 
     counts = Counter(result.outcome for result in results)
     if as_json:
         laws = [{"law": r.name.removeprefix("test_"), "outcome": r.outcome, "detail": r.detail} for r in results]
-        click.echo(json.dumps({"backend": backend, "counts": counts, "seconds": round(seconds, 3), "laws": laws}, indent=1))
+        click.echo(
+            json.dumps({"backend": backend, "counts": counts, "seconds": round(seconds, 3), "laws": laws}, indent=1)
+        )
         return
     parts = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped", "known"))
     click.echo(f"{backend}: {len(results)} laws in {seconds:.1f} s: {parts}")
