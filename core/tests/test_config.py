@@ -180,6 +180,9 @@ def test_an_override_replaces_the_same_value_in_its_other_spelling() -> None:
     text = "lease_timeout_s: 7\ntiers: [{backend: memory, capacity_nbytes: 1GiB}]"
     config = parse(text, LMCACHE__LEASE_TIMEOUT="8", LMCACHE__TIERS__MEMORY__CAPACITY="2GiB")
     assert (config.lease_timeout_s, config.tiers[0].capacity_nbytes) == (8.0, 2 << 30)
+    text = "tiers: [{backend: disk, options: {path: /x, idle_s: 7}}]"
+    options = parse(text, LMCACHE__TIERS__DISK__OPTIONS__IDLE="8").tiers[0].options
+    assert options.into(Options).idle_s == 8.0
 
 
 @pytest.mark.parametrize(

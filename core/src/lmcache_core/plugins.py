@@ -267,18 +267,13 @@ def _cause(error: BaseException) -> str:
 
 
 def _offering_distributions() -> Iterator[Distribution]:
-    """Each distribution that offers something to one of our groups, once; stale metadata of it is passed over."""
-    chosen: set[str] = set()
+    """Each distribution that offers something to one of our groups; stale metadata of it is passed over."""
     for dist in distributions():
         try:
             text = dist.read_text("entry_points.txt")
             if not text or "lmcache_core." not in text:
                 continue
-            name = _name(dist)
-            if _normal(name) in chosen:
-                continue
-            chosen.add(_normal(name))
-            yield _freshest(name, dist)
+            yield _freshest(_name(dist), dist)
         except Exception as error:  # unreadable metadata of one distribution is its own problem
             _report_metadata_fault(dist, error)
 
