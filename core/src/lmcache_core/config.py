@@ -139,7 +139,7 @@ def load_config(path: str | Path | None = None, environ: Mapping[str, str] = os.
     if len(raw) > MAX_TEXT_NBYTES:
         raise ConfigError(f"{found}: larger than the limit of {MAX_TEXT_NBYTES} bytes")
     try:
-        text = raw.decode("utf-8-sig")
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{found}:{line}: not UTF-8 text") from error

@@ -32,13 +32,13 @@ class Scalar:
 
     value: object = field(repr=False)
     """Not in the repr: it may be a secret."""
-    source: str
+    source: str = field(compare=False)
     """"file:line", "environment variable X" or PROGRAM."""
     plain: bool = False
     """Written in YAML without quotes, so that `null`, `~` and nothing at all mean null."""
-    literal: str | None = field(default=None, repr=False)
+    literal: str | None = field(default=None, repr=False, compare=False)
     """The text as written in a file, where it held `${VARIABLE}`s."""
-    in_file: bool = False
+    in_file: bool = field(default=False, compare=False)
     """The clear text of `value` stands in a file, so it must not be a secret."""
 
     @property
@@ -49,7 +49,7 @@ class Scalar:
 @dataclass(frozen=True, slots=True)
 class Sequence:
     items: tuple[Node, ...]
-    source: str
+    source: str = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,8 @@ class Table:
     """A mapping with distinct text keys; `key_sources` says where each key stands."""
 
     items: Mapping[str, Node]
-    source: str
-    key_sources: Mapping[str, str] = field(default_factory=dict)
+    source: str = field(compare=False)
+    key_sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def source_of(self, key: str) -> str:
         return self.key_sources.get(key, self.source)

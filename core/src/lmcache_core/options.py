@@ -53,7 +53,7 @@ class RawOptions:
     """The `options:` of a tier, untyped until its plugin is loaded and says what they are."""
 
     table: Table = field(default_factory=lambda: Table({}, PROGRAM))
-    path: str = "options"
+    path: str = field(default="options", compare=False)
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> RawOptions:

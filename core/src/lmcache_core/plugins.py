@@ -12,6 +12,7 @@ import inspect
 import logging
 import re
 import sys
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ POLICIES: Final = "lmcache_core.policies"
 HOOKS: Final = "lmcache_core.hooks"
 GROUPS: Final = (BACKENDS, DEVICES, CODECS, POLICIES, HOOKS)
 CORE: Final = "lmcache-core"
+SLOW_IMPORT_S: Final = 3.0
+"""An import that takes longer is said aloud: whoever waits for it should know for what."""
 
 _KINDS: Final = {
     BACKENDS: ("lmcache_core.backend", "Backend"),
@@ -119,12 +122,12 @@ def resolve(group: str, name: str, disable: Iterable[str] = ()) -> PluginInfo:
     raise PluginNotFound(_not_found(kind, name, [offer for offer in offers if not is_disabled(offer, disable)]))
 
 
-def load(group: str, name: str, disable: Iterable[str] = ()) -> type:
+def load(group: str, name: str, disable: Iterable[str] = ()) -> type[Any]:
     """Import the plugin called `name` and check its kind and API version; PluginError says what is wrong and where."""
     return load_offer(resolve(group, name, disable))
 
 
-def load_offer(offer: PluginInfo) -> type:
+def load_offer(offer: PluginInfo) -> type[Any]:
     """Import the class behind a discovered offer of any group but hooks, and check it."""
     loaded = _import(offer)
     module, base_name = _KINDS[offer.group]
@@ -225,12 +228,17 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str, describe
 
 def _import(offer: PluginInfo) -> Any:
     """The object behind an offer; whatever its import raises, SystemExit too, becomes PluginImportFailed."""
+    started = time.monotonic()
     try:
-        return offer.entry_point.load()
+        loaded = offer.entry_point.load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         raise PluginImportFailed(f"{offer} in {offer.location} would not import: {_cause(error)}") from error
+    seconds = time.monotonic() - started
+    if seconds > SLOW_IMPORT_S:
+        _log.warning("%s took %.1f s to import", offer, seconds)
+    return loaded
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -259,18 +267,13 @@ def _cause(error: BaseException) -> str:
 
 
 def _offering_distributions() -> Iterator[Distribution]:
-    """Each distribution that offers something to one of our groups, once; stale metadata of it is passed over."""
-    chosen: set[str] = set()
+    """Each distribution that offers something to one of our groups; stale metadata of it is passed over."""
     for dist in distributions():
         try:
             text = dist.read_text("entry_points.txt")
             if not text or "lmcache_core." not in text:
                 continue
-            name = _name(dist)
-            if _normal(name) in chosen:
-                continue
-            chosen.add(_normal(name))
-            yield _freshest(name, dist)
+            yield _freshest(_name(dist), dist)
         except Exception as error:  # unreadable metadata of one distribution is its own problem
             _report_metadata_fault(dist, error)
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 import click
 
 from lmcache_core.errors import CacheError
+from lmcache_core.spelling import did_you_mean
 
 COMMANDS: Final = {
     "config": (".config", "Check, show or begin a configuration file."),
@@ -28,9 +29,9 @@ class LazyGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in COMMANDS:
-            return None
+            ctx.fail(f"No such command {cmd_name!r}{did_you_mean(cmd_name, COMMANDS)}")
         command = importlib.import_module(COMMANDS[cmd_name][0], __name__).command
         assert isinstance(command, click.Command)
         return command

@@ -6,8 +6,9 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ tiers:                     # nearest first
     backend: disk
     capacity: 50GiB
     options:
-      path: ./lmcache-data
+      path: ~/.cache/lmcache
   # - name: pool
   #   backend: redis       # pip install lmcache-redis
   #   timeout: 2s
@@ -110,25 +111,28 @@ def _problems(config: CacheConfig) -> Iterator[str]:
     disable = config.plugins.disable
     for tier in config.tiers:
         for group, name in _named_by(tier):
-            try:
-                _load(group, name, disable)
-            except PluginError as error:
-                path = f"tiers.{tier.name}.{plugins.kind_of(group)}"
-                source = config.origins[path].source if path in config.origins else "default"
-                yield f"{source}: {path}: {error}"
+            yield from _problem(
+                config, f"tiers.{tier.name}.{plugins.kind_of(group)}", partial(_load, group, name, disable)
+            )
         try:
             _typed_options(tier, disable, {})
         except PluginError:
             pass  # said above
         except CacheError as error:
             yield str(error)
+    if config.device != "auto":
+        yield from _problem(config, "device", partial(_load, plugins.DEVICES, config.device, disable))
+    for key, hooks, inline in (("hooks", config.plugins.hooks, None), ("inline", (), config.plugins.inline)):
+        yield from _problem(config, f"plugins.{key}", partial(_load_hooks, hooks, disable, inline))
+
+
+def _problem(config: CacheConfig, path: str, load: Callable[[], object]) -> Iterator[str]:
+    """What `load` says against the value at `path`, with where that value was written."""
     try:
-        if config.device != "auto":
-            _load(plugins.DEVICES, config.device, disable)
-        with contextlib.redirect_stdout(sys.stderr):
-            plugins.load_hooks(config.plugins.hooks, disable, config.plugins.inline)
+        load()
     except PluginError as error:
-        yield str(error)
+        source = config.origins[path].source if path in config.origins else "default"
+        yield f"{source}: {path}: {error}"
 
 
 def _named_by(tier: TierConfig) -> Iterator[tuple[str, str]]:
@@ -138,13 +142,18 @@ def _named_by(tier: TierConfig) -> Iterator[tuple[str, str]]:
     yield plugins.CODECS, tier.codec
 
 
-def _load(group: str, name: str, disable: tuple[str, ...]) -> type:
+def _load(group: str, name: str, disable: tuple[str, ...]) -> type[Any]:
     with contextlib.redirect_stdout(sys.stderr):
         return plugins.load(group, name, disable)
 
 
+def _load_hooks(names: tuple[str, ...], disable: tuple[str, ...], inline: str | None) -> object:
+    with contextlib.redirect_stdout(sys.stderr):
+        return plugins.load_hooks(names, disable, inline)
+
+
 def _typed_options(tier: TierConfig, disable: tuple[str, ...], origins: Origins) -> Any:
-    kind = NoOptions if tier.backend == MEMORY else _load(plugins.BACKENDS, tier.backend, disable).Options  # type: ignore[attr-defined]
+    kind = NoOptions if tier.backend == MEMORY else _load(plugins.BACKENDS, tier.backend, disable).Options
     return tier.options.into(kind, origins)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import IO, Final
 
 import click
@@ -104,7 +103,7 @@ def _tokens(text: str | None, stream: IO[bytes] | None) -> list[int]:
         raise click.UsageError("give either --tokens or --tokens-file")
     source = "--tokens"
     if stream is not None:
-        source = str(Path(stream.name)) if isinstance(stream.name, str) else "stdin"
+        source = str(getattr(stream, "name", "standard input"))
         raw = stream.read(MAX_TOKENS_NBYTES + 1)
         if len(raw) > MAX_TOKENS_NBYTES:
             raise CacheError(f"{source}: larger than the limit of {MAX_TOKENS_NBYTES} bytes")
