@@ -110,7 +110,7 @@ class Laws:
         return list(found.values())
 
     def api_version(self) -> ApiVersion:
-        """The API version that the plugin declares."""
+        """The API version that the plugin declares; asked between `setup_law` and the law."""
         raise NotImplementedError
 
     def setup_law(self) -> None:
@@ -123,12 +123,12 @@ class Laws:
         """Check one law.  Raises nothing but what is not an Exception, such as KeyboardInterrupt."""
         reason = self.known_failures.get(each.name)
         try:
-            version = self.api_version()
-            if version < each.since:
-                since, declared = (".".join(map(str, v)) for v in (each.since, version))
-                return LawResult(each.name, "skipped", f"a law since API {since}, the plugin declares {declared}")
             self.setup_law()
             try:
+                version = self.api_version()
+                if version < each.since:
+                    since, declared = (".".join(map(str, v)) for v in (each.since, version))
+                    raise LawSkipped(f"a law since API {since}, the plugin declares {declared}")
                 each.body(self)
             finally:
                 self.teardown_law()

@@ -1,0 +1,81 @@
+"""Hands for the tests of the disk backend."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lmcache_core.backend import Context
+from lmcache_core.backends._files import Writer
+from lmcache_core.backends.disk import DiskBackend, DiskOptions
+from lmcache_core.keys import ChunkKey
+from lmcache_core.testing.memory import buffer, filled, payload
+
+NBYTES = 16_384
+
+
+def open_disk(root: Path, capacity_nbytes: int | None = None, timeout_s: float = 10.0, **options: Any) -> DiskBackend:
+    return DiskBackend(
+        DiskOptions(path=str(root), **options), Context(capacity_nbytes=capacity_nbytes, timeout_s=timeout_s)
+    )
+
+
+def new_key() -> ChunkKey:
+    return ChunkKey(os.urandom(48))
+
+
+def record(key: ChunkKey, nbytes: int = NBYTES) -> memoryview:
+    return filled(key, nbytes, 4096)
+
+
+def put(backend: DiskBackend, count: int = 1, nbytes: int = NBYTES) -> list[ChunkKey]:
+    keys = [new_key() for _ in range(count)]
+    for key in keys:
+        backend.put(key, record(key, nbytes))
+    return keys
+
+
+def holds(backend: DiskBackend, key: ChunkKey, nbytes: int = NBYTES) -> bool:
+    into = buffer(nbytes, 4096)
+    got = backend.get(key, into)
+    assert got is None or (got == nbytes and bytes(into) == payload(key, nbytes))
+    return got is not None
+
+
+def file_of(root: Path, key: ChunkKey) -> Path:
+    return root / "v1" / key.text[:32] / key.text[32:34] / key.text[32:]
+
+
+def temp_files(root: Path) -> list[str]:
+    return os.listdir(root / "v1" / "tmp")
+
+
+def record_files(root: Path) -> list[Path]:
+    return [path for path in root.glob("v1/*/*/*") if path.is_file() and not path.is_symlink()]
+
+
+def assert_counted(backend: DiskBackend, root: Path) -> None:
+    assert backend.used_nbytes == sum(path.stat().st_size for path in record_files(root))
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    yield
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def dead_writer() -> Writer:
+    """The writer that a process was which has ended."""
+    code = "from lmcache_core.backends._files import Writer; w = Writer.current(); print(w.host, w.pid, w.start)"
+    host, pid, start = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, text=True
+    ).stdout.split()
+    return Writer(host, int(pid), int(start))
