@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from harness.caches import layout_of, memory_cache, model_of, new_chain, paged
+from harness.caches import ended, layout_of, memory_cache, model_of, new_chain, paged
 from harness.measure import Options, Timings, paired, private_buffer, seconds
 from harness.report import Must, Row
 
@@ -23,10 +23,8 @@ def rows(options: Options) -> Iterator[Row]:
     model, shard = model_of(layout)
     chain = new_chain(model, CHUNKS)
     pages = paged(private_buffer(CHUNKS * 4096, huge=False), layout)
-    with memory_cache(CHUNKS, layout) as opened:
-        cache = opened.cache
-        stored = cache.store(chain, shard, range(CHUNKS), pages, range(CHUNKS)).wait(TIMEOUT_S)
-        assert stored is not None, "the store did not end"
+    with memory_cache(CHUNKS, layout) as cache:
+        stored = ended(cache.store(chain, shard, range(CHUNKS), pages, range(CHUNKS)).wait(TIMEOUT_S))
         assert stored.ok_chunks == CHUNKS, stored
         held: list[int] = []
 

@@ -8,11 +8,11 @@ shared mapping whose pages are as large as the slab's.  The peer is its LocalCPU
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
-from harness.caches import Opened, layout_of, memory_cache, model_of, new_chain, paged
+from harness.caches import ended, huge_share, layout_of, memory_cache, model_of, new_chain, paged
 from harness.measure import (
+    Bytes,
     GiB,
     MiB,
     Options,
@@ -27,6 +27,9 @@ from harness.measure import (
 )
 from harness.report import Must, Row
 
+from lmcache_core.chain import Model, Shard
+from lmcache_core.local import LocalCache
+
 BATCH = 8
 CHUNK_NBYTES = 32 * MiB
 LAYERS, BLOCKS, BLOCK_NBYTES = 32, 16, 64 << 10
@@ -39,8 +42,10 @@ def rows(options: Options) -> Iterator[Row]:
     assert layout.nbytes == CHUNK_NBYTES
     model, shard = model_of(layout)
     block_ids = np.random.default_rng(0).permutation(BATCH * BLOCKS).tolist()
-    with memory_cache(2 * BATCH, layout) as opened:
-        huge = _is_huge(opened)
+    with memory_cache(2 * BATCH, layout) as cache:
+        warm = private_buffer(nbytes, huge=False)
+        _fill(cache, model, shard, warm)
+        huge = huge_share() > 0.5
         source, target = private_buffer(nbytes, huge=huge), private_buffer(nbytes, huge=huge)
         source[:] = random_bytes(nbytes, seed=0)
         source_pages, target_pages = paged(source, layout), paged(target, layout)
@@ -54,17 +59,14 @@ def rows(options: Options) -> Iterator[Row]:
             target.fill(0)
 
             def store() -> None:
-                job = opened.cache.store(chain, shard, span, source_pages, block_ids, request=request)
-                result = job.wait(TIMEOUT_S)
-                assert result is not None, "the store did not end"
-                assert result.ok_chunks == BATCH, result
+                job = cache.store(chain, shard, span, source_pages, block_ids, request=request)
+                assert ended(job.wait(TIMEOUT_S)).ok_chunks == BATCH, "not all was stored"
 
             def load() -> None:
-                hit = opened.cache.lookup(chain, request)
-                result = opened.cache.retrieve(hit, shard, span, target_pages, block_ids).wait(TIMEOUT_S)
-                opened.cache.release(request)
-                assert result is not None, "the load did not end"
-                assert result.ok_chunks == BATCH, result
+                hit = cache.lookup(chain, request)
+                job = cache.retrieve(hit, shard, span, target_pages, block_ids)
+                assert ended(job.wait(TIMEOUT_S)).ok_chunks == BATCH, "not all was loaded"
+                cache.release(request)
 
             figures = {"store": seconds(store), "load": seconds(load)}
             check_equal(target, source, "memory tier")
@@ -94,23 +96,14 @@ def rows(options: Options) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _copy(source: np.ndarray, target: np.ndarray) -> None:  # type: ignore[type-arg]
+def _fill(cache: LocalCache, model: Model, shard: Shard, memory: Bytes) -> None:
+    """Store until every slot has been used once: a slab in service has its memory already."""
+    for _ in range(3):
+        chain = new_chain(model, BATCH)
+        job = cache.store(chain, shard, range(BATCH), paged(memory, shard.layout), range(BATCH * BLOCKS))
+        ended(job.wait(TIMEOUT_S))
+
+
+def _copy(source: Bytes, target: Bytes) -> None:
     for start in range(0, len(source), CHUNK_NBYTES):
         np.copyto(target[start : start + CHUNK_NBYTES], source[start : start + CHUNK_NBYTES])
-
-
-def _is_huge(opened: Opened) -> bool:
-    """Whether the kernel backs the slab with huge pages: fill one slot and ask it."""
-    slot = opened.slab.take(CHUNK_NBYTES)
-    assert slot is not None
-    np.frombuffer(opened.slab.view(slot), np.uint8).fill(1)
-    ours = False
-    found = 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        head, _, rest = line.partition(" ")
-        if not head.endswith(":"):
-            ours = "memfd:lmcache-extent" in rest
-        elif ours and head == "ShmemPmdMapped:":
-            found += int(rest.split()[0])
-    opened.slab.give(slot)
-    return found * 1024 >= CHUNK_NBYTES // 2

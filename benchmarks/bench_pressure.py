@@ -8,17 +8,16 @@ cache counts them and as the kernel backs them.  Our figures are the worst of al
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Self
 
-from harness.caches import Opened, layout_of, memory_cache, model_of, new_chain, paged
+from harness.caches import backed_nbytes, ended, layout_of, memory_cache, model_of, new_chain, paged
 from harness.measure import MiB, Options, Paired, Timings, check_equal, paired, private_buffer, random_bytes
 from harness.report import Must, Row, row_of
-from lmcache_core.cache import JobResult
+
 from lmcache_core.chain import Chain
+from lmcache_core.local import LocalCache
 
 CHUNK_NBYTES = 8 * MiB
 LAYERS, BLOCKS = 8, 16
@@ -31,8 +30,8 @@ SAMPLE_INTERVAL_S = 0.001
 def rows(options: Options) -> Iterator[Row]:
     slots = 16 if options.quick else 64
     layout = layout_of(layers=LAYERS, blocks=BLOCKS, block_nbytes=CHUNK_NBYTES // (LAYERS * BLOCKS))
-    with memory_cache(slots, layout) as opened:
-        offer = Offer(opened, slots)
+    with memory_cache(slots, layout) as cache:
+        offer = Offer(cache, slots)
         measured = paired(
             options,
             {"ours": offer.round},
@@ -71,16 +70,22 @@ def _worst(
     assert ours is not None
     notes = "; ".join(part for part in (note, measured.missing) if part)
     return row_of(
-        "pressure", row, unit, [pick(ours)], peer=[max(peer)] if peer else None, must=must, load=measured.load, note=notes
+        "pressure",
+        row,
+        unit,
+        [pick(ours)],
+        peer=[max(peer)] if peer else None,
+        must=must,
+        load=measured.load,
+        note=notes,
     )
 
 
 class Offer:
     """A cache and the pages of an engine that stores far more than fits."""
 
-    def __init__(self, opened: Opened, slots: int) -> None:
-        self.opened = opened
-        self.cache = opened.cache
+    def __init__(self, cache: LocalCache, slots: int) -> None:
+        self.cache = cache
         self.slots = slots
         self.samples = 0
         layout = layout_of(layers=LAYERS, blocks=BLOCKS, block_nbytes=CHUNK_NBYTES // (LAYERS * BLOCKS))
@@ -92,13 +97,13 @@ class Offer:
         self.block_ids = range(BATCH * BLOCKS)
 
     def round(self) -> Timings:
-        with Sampler(self.opened) as sampler:
+        with Sampler(self.cache) as sampler:
             waiting, last = self._offer(wait=True)
             self._check(last)
             rushing, _ = self._offer(wait=False)
             counted = self._pinned()
         self.samples += sampler.samples
-        peak = 100 * sampler.peak_nbytes / self.opened.slab.capacity_nbytes
+        peak = 100 * sampler.peak_nbytes / self.cache.status().capacity_nbytes
         return {"stored": waiting, "rushing": rushing, "counted": counted, "peak": peak}
 
     def _offer(self, *, wait: bool) -> tuple[float, Chain]:
@@ -144,26 +149,22 @@ class Offer:
         return 100 * counted / (TIMES * self.slots)
 
     def _drops(self) -> int:
-        return self.opened.metrics.count("drops", tier="host", reason="no room")
+        return self.cache.metrics.count("drops", tier="host", reason="no room")
 
 
 class Sampler:
     """A thread that looks every millisecond at how much memory is in use."""
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, cache: LocalCache) -> None:
         self.peak_nbytes = 0
         self.samples = 0
-        self._slab = opened.slab
+        self._cache = cache
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_INTERVAL_S):
-            backed = 0
-            for extent in list(self._slab.extents.values()):
-                with contextlib.suppress(OSError):  # it was dropped meanwhile
-                    backed += os.fstat(extent.fd).st_blocks * 512
-            self.peak_nbytes = max(self.peak_nbytes, backed, self._slab.used_nbytes)
+            self.peak_nbytes = max(self.peak_nbytes, backed_nbytes(), self._cache.status().used_nbytes)
             self.samples += 1
 
     def __enter__(self) -> Self:
@@ -173,9 +174,3 @@ class Sampler:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._thread.join()
-
-
-def ended(result: JobResult | None) -> JobResult:
-    """The result of a job that was waited for."""
-    assert result is not None, "a job did not end"
-    return result

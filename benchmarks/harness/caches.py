@@ -1,49 +1,35 @@
-"""Caches to measure: one process, the CPU device, host memory only, and models whose chunks have the size wanted."""
+"""Caches to measure: one process, host memory only, opened as a user does; models whose chunks have the size wanted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import os
 from itertools import count
+from pathlib import Path
 
 import numpy as np
+
+from lmcache_core.cache import JobResult
 from lmcache_core.chain import Chain, Group, GroupKind, Model, Shard
-from lmcache_core.devices.cpu import CpuDevice
-from lmcache_core.events import Events
+from lmcache_core.config import parse_config
 from lmcache_core.frame import record_nbytes
 from lmcache_core.keys import Family
-from lmcache_core.layout import Layout, Region, page_align
+from lmcache_core.layout import Layout, Region
 from lmcache_core.local import LocalCache
-from lmcache_core.metrics import Metrics
-from lmcache_core.policies.lru import LRU
-from lmcache_core.pool import Pool
-
-from lmcache_core.buffers import Slab
+from lmcache_core.opening import open_cache
 
 from .measure import Bytes
 
 CHUNK_TOKENS = 256
+EXTENT = "memfd:lmcache-extent"
+"""How the kernel names the memory of a cache."""
 _prompts = count()
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A cache and the memory below it."""
-
-    cache: LocalCache
-    slab: Slab
-    metrics: Metrics
-
-
-@contextmanager
-def memory_cache(slots: int, layout: Layout) -> Iterator[Opened]:
+def memory_cache(slots: int, layout: Layout) -> LocalCache:
     """A cache with room for exactly `slots` records of `layout`."""
-    slab = Slab(slots * page_align(record_nbytes(layout.nbytes)))
-    metrics, events = Metrics(), Events(None)
-    pool = Pool(slab, [], new_policy=LRU, metrics=metrics, events=events)
-    with LocalCache(pool, CpuDevice(), metrics=metrics, events=events) as cache:
-        yield Opened(cache, slab, metrics)
+    capacity_nbytes = slots * record_nbytes(layout.nbytes)
+    text = f"{{device: cpu, tiers: [{{name: host, backend: memory, capacity: {capacity_nbytes}}}]}}"
+    return open_cache(parse_config(text, "benchmark", environ={}))
 
 
 def layout_of(*, layers: int, blocks: int, block_nbytes: int) -> Layout:
@@ -77,3 +63,36 @@ def paged(memory: Bytes, layout: Layout) -> list[list[Bytes]]:
     """`memory` as an engine's pages: for each layer an array of blocks."""
     region = layout.regions[0]
     return [list(memory.reshape(region.layers, -1, region.block_nbytes))]
+
+
+def backed_nbytes() -> int:
+    """Bytes of this process's extents that the kernel has backed with memory."""
+    found: dict[int, int] = {}
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if EXTENT in os.readlink(link):
+                status = os.stat(link)
+                found[status.st_ino] = status.st_blocks * 512  # a mapping keeps a second descriptor
+        except OSError:  # it was closed meanwhile
+            continue
+    return sum(found.values())
+
+
+def huge_share() -> float:
+    """The share of this process's extents that the kernel maps with huge pages."""
+    ours, huge, resident = False, 0, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head, _, rest = line.partition(" ")
+        if not head.endswith(":"):
+            ours = EXTENT in rest
+        elif ours and head in ("ShmemPmdMapped:", "Private_Hugetlb:", "Shared_Hugetlb:"):
+            huge += int(rest.split()[0])
+        elif ours and head == "Rss:":
+            resident += int(rest.split()[0])
+    return huge / resident if resident else 0.0
+
+
+def ended(result: JobResult | None) -> JobResult:
+    """The result of a job that was waited for."""
+    assert result is not None, "a job did not end in time"
+    return result
