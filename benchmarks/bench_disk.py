@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+from harness.caches import huge_share
 from harness.fio import find_fio, fio_round
 from harness.measure import MiB, Options, Timings, check_equal, gibps, paired, random_bytes, seconds
 from harness.report import Must, Row
@@ -47,10 +48,17 @@ def _rows_of(options: Options, chunk_nbytes: int, chunks: int, read: Must, write
     for folder in folders.values():
         folder.mkdir()
     with _Store(folders["ours"], chunk_nbytes, chunks) as store:
-        limit = find_fio() or (lambda: fio_round(folders["limit"], file_nbytes=chunk_nbytes, files=chunks))
+        huge = huge_share() > 0.5
+
+        def limit() -> Timings:
+            size = {"file_nbytes": chunk_nbytes, "files": chunks}
+            figures = fio_round(folders["limit"], **size, huge=huge)
+            beside = fio_round(folders["limit"], **size, huge=True)
+            return {**figures, **{f"huge {what}": value for what, value in beside.items()}}
+
         measured = paired(
             options,
-            {"ours": store.round, "limit": limit},
+            {"ours": store.round, "limit": find_fio() or limit},
             "disk",
             directory=str(folders["peer"]),
             chunk_nbytes=chunk_nbytes,
@@ -61,9 +69,14 @@ def _rows_of(options: Options, chunk_nbytes: int, chunks: int, read: Must, write
         direct = store.direct
     size = f"{chunk_nbytes // MiB} MiB" if chunk_nbytes >= MiB else f"{chunk_nbytes // 1024} KiB"
     cache = "page cache bypassed" if direct else "OURS WENT THROUGH THE PAGE CACHE"
-    note = f"{chunks} files of {size}; {cache}"
+    pages = "huge pages" if huge else "4 KiB pages"
+    note = f"{chunks} files of {size}; {cache}; slab and fio's buffers in {pages}"
+    speed = gibps(chunks * chunk_nbytes)
     for what, must in (("read", read), ("write", write)):
-        yield measured.row("disk", f"{what}, {size}", "GiB/s", what, gibps(chunks * chunk_nbytes), must=must, note=note)
+        yield measured.row("disk", f"{what}, {size}", "GiB/s", what, speed, must=must, note=note)
+        beside = "limit: fio with buffers in huge pages, whatever the slab has"
+        row = f"{what}, {size}, beside huge pages"
+        yield measured.row("disk", row, "GiB/s", what, speed, limit=f"huge {what}", peer="none", note=beside)
 
 
 class _Store:
