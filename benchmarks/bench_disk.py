@@ -1,9 +1,9 @@
 """The disk tier with 32 MiB and with 256 KiB chunks, O_DIRECT, checksums computed and verified.
 
-Ours is a `Tier` over the disk backend: header, checksum, temporary file, rename, accounting on the way down; open, read,
-verification on the way up; from and into slots of a slab.  The limit is fio: 4 jobs, O_DIRECT, as many new files of the
-same size, one call per file, read back in the same round.  The peer is its C++ adapter `fs_native` with O_DIRECT and 4
-workers, which has no checksum.
+Ours is a tier over the disk backend: checksum, temporary file, rename and accounting on the way down; open, read and
+verification on the way up; from and into slots of a slab.  The limit is fio: 4 jobs, O_DIRECT, as many new files of
+the same size, one call per file, read back in the same round.  The peer is its C++ adapter `fs_native` with O_DIRECT
+and 4 workers, which has no checksum.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from itertools import count
 from pathlib import Path
 
 import numpy as np
+from harness.caches import huge_share
 from harness.fio import find_fio, fio_round
 from harness.measure import MiB, Options, Timings, check_equal, gibps, paired, random_bytes, seconds
 from harness.report import Must, Row
 
 from lmcache_core import frame
-from lmcache_core.backend import Context
-from lmcache_core.backends.disk import DiskBackend, DiskOptions
+from lmcache_core.backends.disk import DiskBackend
 from lmcache_core.buffers import Slab
-from lmcache_core.codec import Identity
+from lmcache_core.config import parse_config
 from lmcache_core.events import Events
 from lmcache_core.frame import Frame
 from lmcache_core.keys import ChunkKey
 from lmcache_core.layout import PAGE_NBYTES, Layout, Region
 from lmcache_core.metrics import Metrics
-from lmcache_core.policies.lru import LRU
-from lmcache_core.tier import LoadItem, StoreItem, Tier
+from lmcache_core.opening import open_tier
+from lmcache_core.tier import LoadItem, StoreItem
 
 WORKERS = 4
 TIMEOUT_S = 60.0
@@ -48,10 +48,17 @@ def _rows_of(options: Options, chunk_nbytes: int, chunks: int, read: Must, write
     for folder in folders.values():
         folder.mkdir()
     with _Store(folders["ours"], chunk_nbytes, chunks) as store:
-        limit = find_fio() or (lambda: fio_round(folders["limit"], file_nbytes=chunk_nbytes, files=chunks))
+        huge = huge_share() > 0.5
+
+        def limit() -> Timings:
+            size = {"file_nbytes": chunk_nbytes, "files": chunks}
+            figures = fio_round(folders["limit"], **size, huge=huge)
+            beside = fio_round(folders["limit"], **size, huge=True)
+            return {**figures, **{f"huge {what}": value for what, value in beside.items()}}
+
         measured = paired(
             options,
-            {"ours": store.round, "limit": limit},
+            {"ours": store.round, "limit": find_fio() or limit},
             "disk",
             directory=str(folders["peer"]),
             chunk_nbytes=chunk_nbytes,
@@ -59,13 +66,17 @@ def _rows_of(options: Options, chunk_nbytes: int, chunks: int, read: Must, write
             workers=WORKERS,
             odirect=True,
         )
-        mode = store.backend.io_mode
+        direct = store.direct
     size = f"{chunk_nbytes // MiB} MiB" if chunk_nbytes >= MiB else f"{chunk_nbytes // 1024} KiB"
-    note = f"{chunks} files of {size}; {'page cache bypassed' if mode == 'direct' else 'OURS WENT THROUGH THE PAGE CACHE'}"
+    cache = "page cache bypassed" if direct else "OURS WENT THROUGH THE PAGE CACHE"
+    pages = "huge pages" if huge else "4 KiB pages"
+    note = f"{chunks} files of {size}; {cache}; slab and fio's buffers in {pages}"
+    speed = gibps(chunks * chunk_nbytes)
     for what, must in (("read", read), ("write", write)):
-        yield measured.row(
-            "disk", f"{what}, {size}", "GiB/s", what, gibps(chunks * chunk_nbytes), must=must, note=note
-        )
+        yield measured.row("disk", f"{what}, {size}", "GiB/s", what, speed, must=must, note=note)
+        beside = "limit: fio with buffers in huge pages, whatever the slab has"
+        row = f"{what}, {size}, beside huge pages"
+        yield measured.row("disk", row, "GiB/s", what, speed, limit=f"huge {what}", peer="none", note=beside)
 
 
 class _Store:
@@ -77,23 +88,10 @@ class _Store:
         self._layout = Layout(chunk_tokens=256, regions=(region,))
         record_nbytes = frame.record_nbytes(chunk_nbytes)
         capacity_nbytes = 2 * chunks * record_nbytes
-        context = Context(capacity_nbytes=capacity_nbytes, timeout_s=TIMEOUT_S, record_nbytes=record_nbytes)
-        self.backend = DiskBackend(DiskOptions(path=str(folder)), context)
+        text = f"{{name: disk, backend: disk, capacity: {capacity_nbytes}, timeout: 60s, options: {{path: {folder}}}}}"
+        config = parse_config(f"tiers: [{text}]", "benchmark", environ={})
         self._events = Events(None)
-        self._tier = Tier(
-            "disk",
-            self.backend,
-            backend_name="disk",
-            codec=Identity(),
-            codec_name="identity",
-            codec_named=lambda name: None,
-            policy=LRU(),
-            capacity_nbytes=capacity_nbytes,
-            timeout_s=TIMEOUT_S,
-            max_queued_nbytes=capacity_nbytes,
-            metrics=Metrics(),
-            events=self._events,
-        )
+        self._tier = open_tier(config.tiers[0], (), Metrics(), self._events, max_queued_nbytes=capacity_nbytes)
         self._tier.start()
         self._slab = Slab(2 * chunks * record_nbytes)
         self._sources = [self._slot(record_nbytes) for _ in range(chunks)]
@@ -101,6 +99,13 @@ class _Store:
         for number, source in enumerate(self._sources):
             _payload(source)[:] = random_bytes(chunk_nbytes, seed=number)
         self._numbers = count()
+
+    @property
+    def direct(self) -> bool:
+        """Whether the store bypasses the page cache."""
+        backend = self._tier.backend
+        assert isinstance(backend, DiskBackend)
+        return backend.io_mode == "direct"
 
     def _slot(self, nbytes: int) -> memoryview:
         slot = self._slab.take(nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -50,6 +51,8 @@ def main() -> int:
     unknown = [name for name in arguments.name if name not in known]
     if unknown or not arguments.name:
         parser.error(f"{'no benchmark ' + unknown[0] if unknown else 'name a benchmark'}: there are {', '.join(known)}")
+    # What a benchmark provokes on purpose, such as a full cache, would be logged between its rows.
+    logging.basicConfig(level=logging.ERROR)
     print(f"load average {load_average():.2f}", file=sys.stderr)
     peer = find_peer()
     try:

@@ -18,12 +18,17 @@ from harness import fio, measure, peer, report  # noqa: E402
 def test_a_ratio_above_one_means_ours_is_better_whichever_way_the_unit_runs() -> None:
     assert report.ratio(20.0, 10.0, "GiB/s") == 2.0
     assert report.ratio(10.0, 20.0, "ms") == 2.0
-    assert {unit for unit, higher in report.HIGHER_IS_BETTER.items() if higher} == {"GiB/s", "chunks", "% stored"}
+    assert {unit for unit, higher in report.HIGHER_IS_BETTER.items() if higher} == {"GiB/s", "% stored", "% counted"}
 
 
 def test_a_slow_spell_that_hits_a_whole_round_does_not_move_the_ratio() -> None:
     ours, limit = [1.0, 1.0, 10.0, 10.0, 10.0], [2.0, 2.0, 20.0, 20.0, 20.0]
     assert report.paired_ratio(ours, limit, "ms") == 2.0
+
+
+def test_nothing_is_a_multiple_of_zero() -> None:
+    row = report.row_of("b", "r", "% stored", [100.0], peer=[0.0], must=report.Must(at_least=100.0))
+    assert (row.peer, row.ratio_peer, row.reached) == (0.0, None, True)
 
 
 def test_a_row_says_whether_every_part_of_its_promise_held() -> None:

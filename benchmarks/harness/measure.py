@@ -113,7 +113,7 @@ def paired(
         missing.append(f"no peer: {peer.reason}")
     load = load_average()
     samples = interleave(present, options.rounds)
-    if "peer" in present and isinstance(peer, Peer):
+    if case and "peer" in present and isinstance(peer, Peer):
         peer.end(case)
     return Paired(samples, load, "; ".join(missing))
 

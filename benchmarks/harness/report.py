@@ -10,8 +10,8 @@ from typing import Final, TextIO
 
 HIGHER_IS_BETTER: Final = {
     "GiB/s": True,
-    "chunks": True,
     "% stored": True,
+    "% counted": True,
     "% of capacity": False,
     "ms": False,
     "us/chunk": False,
@@ -64,8 +64,13 @@ def ratio(ours: float, other: float, unit: str) -> float:
     return ours / other if HIGHER_IS_BETTER[unit] else other / ours
 
 
-def paired_ratio(ours: Sequence[float], other: Sequence[float], unit: str) -> float:
-    """The median over the rounds of each round's own ratio: load that hits a whole round cancels out."""
+def paired_ratio(ours: Sequence[float], other: Sequence[float] | None, unit: str) -> float | None:
+    """The median over the rounds of each round's own ratio: load that hits a whole round cancels out.
+
+    None without another side, and where one side is at zero, which nothing is a multiple of.
+    """
+    if not other or 0 in ours or 0 in other:
+        return None
     return statistics.median(ratio(a, b, unit) for a, b in zip(ours, other, strict=True))
 
 
@@ -88,9 +93,9 @@ def row_of(
         ours=statistics.median(ours),
         unit=unit,
         limit=statistics.median(limit) if limit else None,
-        ratio_limit=paired_ratio(ours, limit, unit) if limit else None,
+        ratio_limit=paired_ratio(ours, limit, unit),
         peer=statistics.median(peer) if peer else None,
-        ratio_peer=paired_ratio(ours, peer, unit) if peer else None,
+        ratio_peer=paired_ratio(ours, peer, unit),
         load=load,
         must=str(must or ""),
         note=note,

@@ -1,0 +1,109 @@
+"""The memory tier: 32 MiB chunks stored and loaded in batches of 8, through LocalCache.
+
+Ours goes from an engine's pages (32 layers, blocks of 64 KiB in random order) into the slab and back: reserve, copy,
+commit; lookup, copy, release.  The limit copies the same bytes, chunk by chunk, between a private buffer and a warm
+shared mapping whose pages are as large as the slab's.  The peer is its LocalCPUBackend, from and to contiguous tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from harness.caches import ended, huge_share, layout_of, memory_cache, model_of, new_chain, paged
+from harness.measure import (
+    Bytes,
+    GiB,
+    MiB,
+    Options,
+    Timings,
+    check_equal,
+    gibps,
+    paired,
+    private_buffer,
+    random_bytes,
+    seconds,
+    shared_buffer,
+)
+from harness.report import Must, Row
+
+from lmcache_core.chain import Model, Shard
+from lmcache_core.local import LocalCache
+
+BATCH = 8
+CHUNK_NBYTES = 32 * MiB
+LAYERS, BLOCKS, BLOCK_NBYTES = 32, 16, 64 << 10
+TIMEOUT_S = 60.0
+
+
+def rows(options: Options) -> Iterator[Row]:
+    nbytes = BATCH * CHUNK_NBYTES
+    layout = layout_of(layers=LAYERS, blocks=BLOCKS, block_nbytes=BLOCK_NBYTES)
+    assert layout.nbytes == CHUNK_NBYTES
+    model, shard = model_of(layout)
+    block_ids = np.random.default_rng(0).permutation(BATCH * BLOCKS).tolist()
+    with memory_cache(2 * BATCH, layout) as cache:
+        warm = private_buffer(nbytes, huge=False)
+        _fill(cache, model, shard, warm)
+        huge = huge_share() > 0.5
+        source, target = private_buffer(nbytes, huge=huge), private_buffer(nbytes, huge=huge)
+        source[:] = random_bytes(nbytes, seed=0)
+        source_pages, target_pages = paged(source, layout), paged(target, layout)
+        shared = shared_buffer(nbytes, huge=huge)
+        private = private_buffer(nbytes, huge=True), private_buffer(nbytes, huge=True)
+
+        def ours() -> Timings:
+            chain = new_chain(model, BATCH)
+            request = chain.digests[0].hex()
+            span = range(BATCH)
+            target.fill(0)
+
+            def store() -> None:
+                job = cache.store(chain, shard, span, source_pages, block_ids, request=request)
+                assert ended(job.wait(TIMEOUT_S)).ok_chunks == BATCH, "not all was stored"
+
+            def load() -> None:
+                hit = cache.lookup(chain, request)
+                job = cache.retrieve(hit, shard, span, target_pages, block_ids)
+                assert ended(job.wait(TIMEOUT_S)).ok_chunks == BATCH, "not all was loaded"
+                cache.release(request)
+
+            figures = {"store": seconds(store), "load": seconds(load)}
+            check_equal(target, source, "memory tier")
+            return figures
+
+        def limit() -> Timings:
+            return {
+                "store": seconds(lambda: _copy(source, shared)),
+                "load": seconds(lambda: _copy(shared, target)),
+                "huge": seconds(lambda: _copy(*private)),
+            }
+
+        measured = paired(
+            options, {"ours": ours, "limit": limit}, "memory", chunks=BATCH, capacity_gib=2 * nbytes / GiB
+        )
+    size = f"{BATCH} chunks of 32 MiB"
+    pages = "huge pages" if huge else "4 KiB pages"
+    must = Must(ratio_limit=0.95, ratio_peer=1.0)
+    for what in ("store", "load"):
+        yield measured.row(
+            "memory", what, "GiB/s", what, gibps(nbytes), must=must,
+            note=f"{size}, slab in {pages}; limit: np.copyto between private and shared memory in {pages}",
+        )  # fmt: skip
+        yield measured.row(
+            "memory", f"{what}, beside private memory", "GiB/s", what, gibps(nbytes), limit="huge", peer="none",
+            note="limit: np.copyto from private to private memory, huge pages on both sides",
+        )  # fmt: skip
+
+
+def _fill(cache: LocalCache, model: Model, shard: Shard, memory: Bytes) -> None:
+    """Store until every slot has been used once: a slab in service has its memory already."""
+    for _ in range(3):
+        chain = new_chain(model, BATCH)
+        job = cache.store(chain, shard, range(BATCH), paged(memory, shard.layout), range(BATCH * BLOCKS))
+        ended(job.wait(TIMEOUT_S))
+
+
+def _copy(source: Bytes, target: Bytes) -> None:
+    for start in range(0, len(source), CHUNK_NBYTES):
+        np.copyto(target[start : start + CHUNK_NBYTES], source[start : start + CHUNK_NBYTES])

@@ -1,0 +1,98 @@
+"""Caches to measure: one process, host memory only, opened as a user does; models whose chunks have the size wanted."""
+
+from __future__ import annotations
+
+import os
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from lmcache_core.cache import JobResult
+from lmcache_core.chain import Chain, Group, GroupKind, Model, Shard
+from lmcache_core.config import parse_config
+from lmcache_core.frame import record_nbytes
+from lmcache_core.keys import Family
+from lmcache_core.layout import Layout, Region
+from lmcache_core.local import LocalCache
+from lmcache_core.opening import open_cache
+
+from .measure import Bytes
+
+CHUNK_TOKENS = 256
+EXTENT = "memfd:lmcache-extent"
+"""How the kernel names the memory of a cache."""
+_prompts = count()
+
+
+def memory_cache(slots: int, layout: Layout) -> LocalCache:
+    """A cache with room for exactly `slots` records of `layout`."""
+    capacity_nbytes = slots * record_nbytes(layout.nbytes)
+    text = f"{{device: cpu, tiers: [{{name: host, backend: memory, capacity: {capacity_nbytes}}}]}}"
+    return open_cache(parse_config(text, "benchmark", environ={}))
+
+
+def layout_of(*, layers: int, blocks: int, block_nbytes: int) -> Layout:
+    """Chunks of `layers` x `blocks` x `block_nbytes` bytes."""
+    region = Region(
+        name="kv",
+        layers=layers,
+        block_tokens=CHUNK_TOKENS // blocks,
+        block_nbytes=block_nbytes,
+        dtype="uint8",
+        packing="bench",
+    )
+    return Layout(chunk_tokens=CHUNK_TOKENS, regions=(region,))
+
+
+def model_of(layout: Layout) -> tuple[Model, Shard]:
+    """A model of one group and one shard with that layout."""
+    family = Family(model="bench", weights="none", kv_dtype="uint8", chunk_tokens=CHUNK_TOKENS)
+    shard = Shard.of(family, layout, layers=(0, layout.regions[0].layers))
+    return Model(family, (Group(GroupKind.FULL, (shard,)),)), shard
+
+
+def new_chain(model: Model, chunks: int) -> Chain:
+    """The chain of a prompt that no other shares a chunk with."""
+    tokens = np.arange(chunks * CHUNK_TOKENS, dtype=np.uint32)
+    tokens[0] = 1_000_000 + next(_prompts)
+    return Chain.of(model, tokens)
+
+
+def paged(memory: Bytes, layout: Layout) -> list[list[Bytes]]:
+    """`memory` as an engine's pages: for each layer an array of blocks."""
+    region = layout.regions[0]
+    return [list(memory.reshape(region.layers, -1, region.block_nbytes))]
+
+
+def backed_nbytes() -> int:
+    """Bytes of this process's extents that the kernel has backed with memory."""
+    found: dict[int, int] = {}
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if EXTENT in os.readlink(link):
+                status = os.stat(link)
+                found[status.st_ino] = status.st_blocks * 512  # a mapping keeps a second descriptor
+        except OSError:  # it was closed meanwhile
+            continue
+    return sum(found.values())
+
+
+def huge_share() -> float:
+    """The share of this process's extents that the kernel maps with huge pages."""
+    ours, huge, resident = False, 0, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head, _, rest = line.partition(" ")
+        if not head.endswith(":"):
+            ours = EXTENT in rest
+        elif ours and head in ("ShmemPmdMapped:", "Private_Hugetlb:", "Shared_Hugetlb:"):
+            huge += int(rest.split()[0])
+        elif ours and head == "Rss:":
+            resident += int(rest.split()[0])
+    return huge / resident if resident else 0.0
+
+
+def ended(result: JobResult | None) -> JobResult:
+    """The result of a job that was waited for."""
+    assert result is not None, "a job did not end in time"
+    return result
