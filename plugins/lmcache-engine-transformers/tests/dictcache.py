@@ -30,3 +30,4 @@ class DictCache(Cache):
     def poll(s): return []
     def drain(s,t): return True
     def close(s): ...
+    def lookup_answered(s, chain, request, *, timeout_s): return s.lookup(chain, request)

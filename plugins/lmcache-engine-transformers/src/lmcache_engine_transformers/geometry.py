@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from lmcache_core.layout import Layout, Region
+from lmcache_core import Layout, Region
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
-from lmcache_core.errors import NamespaceError
-from lmcache_core.keys import Family, salt_id
+from lmcache_core import Family, NamespaceError, salt_id
 
 from .geometry import Geometry
 

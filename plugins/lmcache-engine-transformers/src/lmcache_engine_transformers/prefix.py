@@ -14,20 +14,31 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
-from lmcache_core.cache import Cache, Hit, Job
-from lmcache_core.chain import Chain, Group, GroupKind, Model, Shard
-from lmcache_core.errors import CacheError, NamespaceError
+from lmcache_core import (
+    Cache,
+    CacheConfig,
+    CacheError,
+    Chain,
+    Group,
+    GroupKind,
+    Hit,
+    Job,
+    Model,
+    NamespaceError,
+    Shard,
+    load_config,
+    open_cache,
+)
 from transformers import DynamicCache
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from . import geometry as shapes
 from .errors import Unsupported
 from .namespace import family_of, state_of
 from .request import Prompt, as_ids, as_tensor, check_request
+from .timing import FirstToken
 
 _log = logging.getLogger(__name__)
-_FIRST_PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +121,6 @@ class PrefixCache:
         limits: Limits = Limits(),  # noqa: B008  frozen
         owned: bool = False,
         clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.cache = cache
         self.model = model
@@ -130,7 +140,6 @@ class PrefixCache:
         self._store_generated = store_generated
         self._owned = owned
         self._clock = clock
-        self._sleep = sleep
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._session = uuid.uuid4().hex[:12]
@@ -230,25 +239,13 @@ class PrefixCache:
     def _request(self) -> str:
         return f"transformers-{self._session}-{next(self._numbers)}"
 
-    def _lookup(self, chain: Chain, request: str) -> Hit:
-        """Ask until no tier is pending, with growing pauses, at most `lookup_timeout_s`."""
-        deadline = self._clock() + self.limits.lookup_timeout_s
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            hit = self.cache.lookup(chain, request)
-            left_s = deadline - self._clock()
-            if not hit.pending or left_s <= 0:
-                return hit
-            self._sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
     def _restore(self, chain: Chain, request: str) -> tuple[DynamicCache, int, Report]:
         """A cache, the chunks that need no store, and the report; an empty cache on any failure of the cache."""
         self._settle()
         start = self._clock()
         report = Report(prompt_tokens=chain.tokens)
         try:
-            hit = self._lookup(chain, request)
+            hit = self.cache.lookup_answered(chain, request, timeout_s=self.limits.lookup_timeout_s)
             looked_up = self._clock()
             report = replace(report, lookup_s=looked_up - start)
             # The last token is computed again even if it is stored: its logits are what generate() needs, and with no
@@ -330,32 +327,26 @@ class PrefixCache:
 
     def _timed(self, arguments: dict[str, Any], start: float) -> tuple[Any, float]:
         """generate() of the model, and the time from `start` to its first new token."""
-        first = _FirstToken(self._clock)
+        first = FirstToken(self._clock)
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), first])
         return self.model.generate(**arguments), first.after(start)
 
 
-def open_prefix_cache(model: Any, config: str | os.PathLike[str] = "lmcache.yaml", **options: Any) -> PrefixCache:
-    """A PrefixCache over the tiers of a configuration file, closed together with it; `options` as PrefixCache takes."""
-    from lmcache_core.local import open_cache
+def open_prefix_cache(
+    model: Any, config: CacheConfig | str | os.PathLike[str] | None = None, **options: Any
+) -> PrefixCache:
+    """A PrefixCache over the tiers of a configuration, closed together with it; `options` are those of PrefixCache.
 
-    raise NotImplementedError(open_cache, model, config, options)
-
-
-class _FirstToken(StoppingCriteria):
-    """Notes when the first new token was chosen; stops nothing."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._at: float | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if self._at is None:
-            self._at = self._clock()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-    def after(self, start: float) -> float:
-        return self._at - start if self._at is not None else 0.0
+    Without `config`, $LMCACHE_CONFIG or ./lmcache.yaml is read.
+    """
+    settings = config if isinstance(config, CacheConfig) else load_config(config)
+    cache = open_cache(settings)
+    try:
+        defaults = {"chunk_tokens": settings.chunk_tokens, "key_secret": settings.key_secret}
+        return PrefixCache(cache, model, owned=True, **{**defaults, **options})
+    except BaseException:
+        cache.close()
+        raise
 
 
 def _tokens(ids: torch.Tensor) -> Any:
