@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -333,7 +333,7 @@ class PrefixCache:
 
 
 def open_prefix_cache(
-    model: Any, config: CacheConfig | str | os.PathLike[str] | None = None, **options: Any
+    model: Any, config: CacheConfig | str | Path | None = None, **options: Any
 ) -> PrefixCache:
     """A PrefixCache over the tiers of a configuration, closed together with it; `options` are those of PrefixCache.
 
