@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from lmcache_core import LocalCache, load_config, open_cache
 from lmcache_engine_transformers import PrefixCache
-from transformers import LlamaConfig, LlamaForCausalLM
 
 CHUNK = 16
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -37,7 +38,6 @@ def llama(dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> 
 
 def prompt(tokens: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 128, (1, tokens), generator=torch.Generator().manual_seed(seed))
-
 
 
 def logits(output: Any) -> torch.Tensor:

