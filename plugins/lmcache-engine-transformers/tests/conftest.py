@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import pytest
 import torch
-from dictcache import DictCache
-from lmcache_engine_transformers import PrefixCache
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from lmcache_core import LocalCache, load_config, open_cache
+from lmcache_engine_transformers import PrefixCache
 
 CHUNK = 16
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -57,9 +54,20 @@ def model() -> Any:
     return llama()
 
 
+def write_config(folder: Path, disk: bool = True) -> Path:
+    """A host tier, and a disk tier below it unless told otherwise; files in `folder`."""
+    tiers = ["{name: host, backend: memory, capacity: 4MiB}"]
+    if disk:
+        tiers.append(f"{{name: disk, backend: disk, capacity: 64MiB, options: {{path: {folder / 'store'}}}}}")
+    lines = [f"chunk_tokens: {CHUNK}", "device: cpu", "tiers:", *(f"  - {tier}" for tier in tiers)]
+    path = folder / "lmcache.yaml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 @pytest.fixture
-def cache(tmp_path: Path) -> Iterator[Any]:
-    with DictCache() as opened:
+def cache(tmp_path: Path) -> Iterator[LocalCache]:
+    with open_cache(load_config(write_config(tmp_path, disk=False))) as opened:
         yield opened
 
 
@@ -75,8 +83,3 @@ def make(cache: Any) -> Callable[..., PrefixCache]:
         return PrefixCache(cache, model, **{"chunk_tokens": CHUNK, "name": "tiny", **options})
 
     return build
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> None:
-    logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHUNK, GREEDY, difference, llama, prompt
-from lmcache_engine_transformers import PrefixCache
 from transformers import DynamicCache
+
+from lmcache_engine_transformers import PrefixCache
 
 CLOSE = 1e-4
 """Rounding of fp32 when one token is computed instead of many; a wrong KV moves these logits by more than 0.1."""
@@ -54,7 +55,9 @@ def test_a_wrong_kv_moves_the_logits(prefix: PrefixCache, model: Any, wrong: str
     elif wrong == "rotated keys":
         layer.keys = layer.keys.roll(1, dims=2)
     else:
-        layer.keys = torch.cat([layer.keys[:, :, CHUNK : 2 * CHUNK], layer.keys[:, :, :CHUNK], layer.keys[:, :, 2 * CHUNK :]], 2)
+        layer.keys = torch.cat(
+            [layer.keys[:, :, CHUNK : 2 * CHUNK], layer.keys[:, :, :CHUNK], layer.keys[:, :, 2 * CHUNK :]], 2
+        )
     assert hit_tokens == 4 * CHUNK
     corrupted = model.generate(ids, cache=past, **GREEDY)
     assert difference(corrupted, reference) > WRONG

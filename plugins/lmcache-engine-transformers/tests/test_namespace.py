@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHUNK, llama, prompt
+
 from lmcache_core.errors import NamespaceError
 from lmcache_engine_transformers import PrefixCache, weights_digest
 
@@ -124,7 +125,7 @@ def test_weights_that_are_not_in_memory_say_what_to_give() -> None:
 class Adapted(torch.nn.Linear):
     """What peft's layers show of themselves."""
 
-    active_adapters = ["fox"]
+    active_adapters = ("fox",)
     disable_adapters = False
     merged = False
 

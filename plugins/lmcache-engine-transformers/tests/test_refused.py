@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHUNK, GREEDY, difference, llama, prompt
-from lmcache_core.errors import NamespaceError
-from lmcache_engine_transformers import PrefixCache, Unsupported, request
 from packaging.version import Version
 from transformers import (
     DynamicCache,
@@ -19,6 +17,9 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+
+from lmcache_core.errors import NamespaceError
+from lmcache_engine_transformers import PrefixCache, Unsupported, request
 
 IDS = prompt(2 * CHUNK + 3)
 HIDDEN = torch.cat([torch.zeros(1, 2), torch.ones(1, 2 * CHUNK + 1)], dim=1).long()

@@ -1,7 +1,7 @@
 """Reuse the KV cache of prompt prefixes in Hugging Face transformers, across calls, processes and machines.
 
-    with open_prefix_cache(model, "lmcache.yaml") as prefix:
-        output, report = prefix.generate(input_ids, max_new_tokens=64)
+with open_prefix_cache(model, "lmcache.yaml") as prefix:
+    output, report = prefix.generate(input_ids, max_new_tokens=64)
 """
 
 from .errors import Unsupported

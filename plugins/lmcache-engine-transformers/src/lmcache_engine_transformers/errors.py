@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lmcache_core.errors import CacheError
+from lmcache_core import CacheError
 
 
 class Unsupported(CacheError):

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lmcache_core.layout import Layout, Region
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+from lmcache_core import Layout, Region
 
 from .errors import Unsupported
 
@@ -80,7 +81,9 @@ def probe(model: Any) -> Geometry:
     shapes = {(tuple(k.shape), tuple(v.shape)) for k, v in zip(keys, values, strict=True)}
     dtypes = {tensor.dtype for tensor in (*keys, *values)}
     if len(shapes) != 1 or len(dtypes) != 1:
-        raise Unsupported("model", f"layers of several KV shapes or types: {sorted(shapes)}, {sorted(map(str, dtypes))}")
+        raise Unsupported(
+            "model", f"layers of several KV shapes or types: {sorted(shapes)}, {sorted(map(str, dtypes))}"
+        )
     ((k_shape, v_shape),) = shapes
     (dtype,) = dtypes
     if len(k_shape) != 4 or k_shape[0] != 1 or k_shape[2] != 1 or v_shape[2] != 1:
@@ -109,9 +112,7 @@ def tensors_of(cache: Any, what: str = "cache") -> tuple[list[torch.Tensor], lis
     return keys, values
 
 
-def checked_tensors(
-    cache: Any, geometry: Geometry, tokens: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def checked_tensors(cache: Any, geometry: Geometry, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """`tensors_of(cache)`, or Unsupported unless they hold at least `tokens` tokens in the form of `geometry`."""
     keys, values = tensors_of(cache)
     if len(keys) != geometry.layers:
@@ -162,11 +163,11 @@ def _plain_layers(cache: DynamicCache) -> list[DynamicLayer]:
     """The layers, if all are plain DynamicLayers: only those hold every token of a prefix, as keys and values alone."""
     layers = [layer for layer in cache.layers if type(layer) is DynamicLayer]
     if len(layers) != len(cache.layers):
-        odd = [(index, type(layer).__name__) for index, layer in enumerate(cache.layers) if type(layer) is not DynamicLayer]
+        odd = [(index, type(x).__name__) for index, x in enumerate(cache.layers) if type(x) is not DynamicLayer]
         kinds = ", ".join(sorted({kind for _, kind in odd}))
         raise Unsupported(
             "model",
-            f"{len(odd)} of {len(cache.layers)} layers, from layer {odd[0][0]} on, are of kind {kinds}: sliding-window, "
-            "linear and shared layers do not keep the KV of every token, so a prefix cannot be restored from chunks",
+            f"{len(odd)} of {len(cache.layers)} layers, from layer {odd[0][0]} on, are of kind {kinds}: sliding-window, linear "
+            "and shared layers do not keep the KV of every token, so a prefix cannot be restored from chunks",
         )
     return layers

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
-from lmcache_core.errors import NamespaceError
-from lmcache_core.keys import Family, salt_id
+
+from lmcache_core import Family, NamespaceError, salt_id
 
 from .geometry import Geometry
 
@@ -51,7 +51,7 @@ def family_of(
 
 
 def weights_digest(model: Any) -> str:
-    """"sha256:..." over name, type, shape and every byte of the parameters and persistent buffers."""
+    """ "sha256:..." over name, type, shape and every byte of the parameters and persistent buffers."""
     tensors = sorted(model.state_dict(keep_vars=True).items())
     places: dict[tuple[Any, ...], torch.Tensor] = {}
     for name, tensor in tensors:
@@ -145,7 +145,9 @@ def _rope_kinds(config: Any) -> set[str]:
 def _adapter_of(model: Any, adapter: str | None) -> str:
     active = sorted(set(_adapters(model)))
     if active and not adapter:
-        raise NamespaceError("adapter", f"the model has adapters ({', '.join(active)}); give adapter= with their digest")
+        raise NamespaceError(
+            "adapter", f"the model has adapters ({', '.join(active)}); give adapter= with their digest"
+        )
     if not active:
         return adapter or ""
     return f"{adapter} [{', '.join(active)}]"

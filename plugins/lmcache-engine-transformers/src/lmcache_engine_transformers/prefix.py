@@ -4,30 +4,42 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from lmcache_core.cache import Cache, Hit, Job
-from lmcache_core.chain import Chain, Group, GroupKind, Model, Shard
-from lmcache_core.errors import CacheError, NamespaceError
 from transformers import DynamicCache
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from lmcache_core import (
+    Cache,
+    CacheConfig,
+    CacheError,
+    Chain,
+    Group,
+    GroupKind,
+    Hit,
+    Job,
+    Model,
+    NamespaceError,
+    Shard,
+    load_config,
+    open_cache,
+)
 
 from . import geometry as shapes
 from .errors import Unsupported
 from .namespace import family_of, state_of
 from .request import Prompt, as_ids, as_tensor, check_request
+from .timing import FirstToken
 
 _log = logging.getLogger(__name__)
-_FIRST_PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +101,9 @@ class _Bound:
 class PrefixCache:
     """Saves and restores the KV of prompt prefixes of one model.  Safe to call from several threads.
 
-    `name`, `weights` and `adapter` override what is found out about the model, see `namespace.family_of`; `salt` separates
-    tenants.  A request or model that cannot be cached raises Unsupported or NamespaceError; with `strict=False` requests
-    of that kind are generated without the cache, and the report says why.
+    `name`, `weights` and `adapter` override what is found out about the model, see `namespace.family_of`; `salt`
+    separates tenants.  A request or model that cannot be cached raises Unsupported or NamespaceError; with
+    `strict=False` requests of that kind are generated without the cache, and the report says why.
     """
 
     def __init__(
@@ -107,10 +119,9 @@ class PrefixCache:
         key_secret: str = "",
         strict: bool = True,
         store_generated: bool = True,
-        limits: Limits = Limits(),  # noqa: B008  frozen
+        limits: Limits = Limits(),
         owned: bool = False,
         clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.cache = cache
         self.model = model
@@ -130,7 +141,6 @@ class PrefixCache:
         self._store_generated = store_generated
         self._owned = owned
         self._clock = clock
-        self._sleep = sleep
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._session = uuid.uuid4().hex[:12]
@@ -173,7 +183,7 @@ class PrefixCache:
         return Generation(output, replace(report, ttft_s=ttft_s, store=job))
 
     def restore(self, input_ids: Any, *, salt: str | None = None) -> Restored:
-        """The longest stored prefix of one prompt, at most all its tokens but the last, which must be computed again."""
+        """The longest stored prefix of one prompt, at most all of it but its last token, whose logits are needed."""
         ids = as_ids(input_ids)
         chain = self.cache.chain(_tokens(ids), self.model_key(self._salt if salt is None else salt))
         past, _, report = self._restore(chain, self._request())
@@ -182,7 +192,7 @@ class PrefixCache:
     def save(self, input_ids: Any, past_key_values: DynamicCache, *, salt: str | None = None) -> Job | None:
         """Store the whole chunks of `input_ids` from the first row of a cache that holds them, in the background.
 
-        The tensors must not be written to until `job.gathered`; generate() never does.  `None` if there is no whole chunk.
+        The tensors must not be written to until `job.gathered`; generate() never does.  `None` without a whole chunk.
         """
         ids = as_ids(input_ids)
         chain = self.cache.chain(_tokens(ids), self.model_key(self._salt if salt is None else salt))
@@ -194,7 +204,9 @@ class PrefixCache:
             state = state_of(self.model)
             if self._bound is None or self._bound.state != state:
                 if self._bound is not None and self._weights_given:
-                    raise NamespaceError("weights", "the model changed after its weights were named; make a new PrefixCache")
+                    raise NamespaceError(
+                        "weights", "the model changed after its weights were named; make a new PrefixCache"
+                    )
                 self._bound = _Bound(state, shapes.probe(self.model))
             known = self._bound.models
             if salt not in known:
@@ -230,25 +242,13 @@ class PrefixCache:
     def _request(self) -> str:
         return f"transformers-{self._session}-{next(self._numbers)}"
 
-    def _lookup(self, chain: Chain, request: str) -> Hit:
-        """Ask until no tier is pending, with growing pauses, at most `lookup_timeout_s`."""
-        deadline = self._clock() + self.limits.lookup_timeout_s
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            hit = self.cache.lookup(chain, request)
-            left_s = deadline - self._clock()
-            if not hit.pending or left_s <= 0:
-                return hit
-            self._sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
     def _restore(self, chain: Chain, request: str) -> tuple[DynamicCache, int, Report]:
         """A cache, the chunks that need no store, and the report; an empty cache on any failure of the cache."""
         self._settle()
         start = self._clock()
         report = Report(prompt_tokens=chain.tokens)
         try:
-            hit = self._lookup(chain, request)
+            hit = self.cache.lookup_answered(chain, request, timeout_s=self.limits.lookup_timeout_s)
             looked_up = self._clock()
             report = replace(report, lookup_s=looked_up - start)
             # The last token is computed again even if it is stored: its logits are what generate() needs, and with no
@@ -330,32 +330,24 @@ class PrefixCache:
 
     def _timed(self, arguments: dict[str, Any], start: float) -> tuple[Any, float]:
         """generate() of the model, and the time from `start` to its first new token."""
-        first = _FirstToken(self._clock)
+        first = FirstToken(self._clock)
         arguments["stopping_criteria"] = StoppingCriteriaList([*(arguments.get("stopping_criteria") or ()), first])
         return self.model.generate(**arguments), first.after(start)
 
 
-def open_prefix_cache(model: Any, config: str | os.PathLike[str] = "lmcache.yaml", **options: Any) -> PrefixCache:
-    """A PrefixCache over the tiers of a configuration file, closed together with it; `options` as PrefixCache takes."""
-    from lmcache_core.local import open_cache
+def open_prefix_cache(model: Any, config: CacheConfig | str | Path | None = None, **options: Any) -> PrefixCache:
+    """A PrefixCache over the tiers of a configuration, closed together with it; `options` are those of PrefixCache.
 
-    raise NotImplementedError(open_cache, model, config, options)
-
-
-class _FirstToken(StoppingCriteria):
-    """Notes when the first new token was chosen; stops nothing."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._at: float | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if self._at is None:
-            self._at = self._clock()
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-    def after(self, start: float) -> float:
-        return self._at - start if self._at is not None else 0.0
+    Without `config`, $LMCACHE_CONFIG or ./lmcache.yaml is read.
+    """
+    settings = config if isinstance(config, CacheConfig) else load_config(config)
+    cache = open_cache(settings)
+    try:
+        defaults = {"chunk_tokens": settings.chunk_tokens, "key_secret": settings.key_secret}
+        return PrefixCache(cache, model, owned=True, **{**defaults, **options})
+    except BaseException:
+        cache.close()
+        raise
 
 
 def _tokens(ids: torch.Tensor) -> Any:

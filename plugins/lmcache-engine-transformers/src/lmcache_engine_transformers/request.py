@@ -96,7 +96,9 @@ def _check_config(config: GenerationConfig) -> None:
     if config.use_cache is False:
         raise Unsupported("use_cache", "without a cache there is nothing to restore into")
     if config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-        raise Unsupported("cache_implementation", f"{config.cache_implementation!r}; only a dynamic cache can be restored")
+        raise Unsupported(
+            "cache_implementation", f"{config.cache_implementation!r}; only a dynamic cache can be restored"
+        )
     if config.token_healing:
         raise Unsupported("token_healing", "it changes the prompt after the lookup")
     for name in ("output_attentions", "output_hidden_states"):
@@ -108,10 +110,14 @@ def _check_mask(mask: Any, ids: torch.Tensor, config: GenerationConfig) -> None:
     if mask is None:
         pad, eos = config.pad_token_id, config.eos_token_id
         if pad is not None and pad not in (eos if isinstance(eos, list) else [eos]) and bool((ids == pad).any()):
-            raise Unsupported("input_ids", f"they hold pad tokens ({pad}), which generate() would hide; give attention_mask")
+            raise Unsupported(
+                "input_ids", f"they hold pad tokens ({pad}), which generate() would hide; give attention_mask"
+            )
         return
     if tuple(mask.shape) != tuple(ids.shape):
-        raise Unsupported("attention_mask", f"its shape {tuple(mask.shape)} is not that of input_ids {tuple(ids.shape)}")
+        raise Unsupported(
+            "attention_mask", f"its shape {tuple(mask.shape)} is not that of input_ids {tuple(ids.shape)}"
+        )
     if not bool((mask == 1).all()):
         raise Unsupported("attention_mask", "it hides tokens (padding), which moves the positions of the others")
 
