@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .layout import Layout, Region
     from .local import CacheStatus, LocalCache
     from .opening import open_cache
+    from .options import RawOptions
     from .policy import EvictionPolicy, Item
 
 __version__: Final = "0.1.0"
@@ -98,6 +99,7 @@ __all__ = [
     "PluginIncompatible",
     "PluginNotFound",
     "Probe",
+    "RawOptions",
     "Region",
     "Shard",
     "SupportsListing",
@@ -129,6 +131,7 @@ _MODULES: Final = {
     "layout": "Layout Region",
     "local": "CacheStatus LocalCache",
     "opening": "open_cache",
+    "options": "RawOptions",
     "policy": "EvictionPolicy Item",
 }
 _HOME: Final = {name: module for module, names in _MODULES.items() for name in names.split()}
