@@ -74,7 +74,7 @@ def _rows_of(options: Options, chunk_nbytes: int, chunks: int, read: Must, write
     speed = gibps(chunks * chunk_nbytes)
     for what, must in (("read", read), ("write", write)):
         yield measured.row("disk", f"{what}, {size}", "GiB/s", what, speed, must=must, note=note)
-        beside = "limit: fio with buffers in huge pages, whatever the slab has"
+        beside = "limit: fio with buffers in huge pages, whatever the slab has; peer: the row above"
         row = f"{what}, {size}, beside huge pages"
         yield measured.row("disk", row, "GiB/s", what, speed, limit=f"huge {what}", peer="none", note=beside)
 

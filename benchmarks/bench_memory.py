@@ -92,7 +92,7 @@ def rows(options: Options) -> Iterator[Row]:
         )  # fmt: skip
         yield measured.row(
             "memory", f"{what}, beside private memory", "GiB/s", what, gibps(nbytes), limit="huge", peer="none",
-            note="limit: np.copyto from private to private memory, huge pages on both sides",
+            note="limit: np.copyto from private to private memory, huge pages on both sides; peer: the row above",
         )  # fmt: skip
 
 
