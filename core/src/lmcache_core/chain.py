@@ -95,12 +95,12 @@ class Chain:
         family = model.family
         packed = pack_tokens(tokens)
         digests = chain_digests(family.family_id, packed, family.chunk_tokens, extra=extra)
-        return cls(model, tuple(digests), packed[4 * family.chunk_tokens * len(digests) :])
+        return cls(model, tuple(digests), bytes(packed[4 * family.chunk_tokens * len(digests) :]))
 
     def extend(self, tokens: Sequence[int] | Any, extra: Mapping[int, bytes] | None = None) -> Chain:
         """The chain of this prompt followed by `tokens`; hashes only what is new."""
         family = self.model.family
-        packed = self.tail + pack_tokens(tokens)
+        packed = self.tail + bytes(pack_tokens(tokens))
         parent = self.digests[-1] if self.digests else family.family_id
         more = chain_digests(parent, packed, family.chunk_tokens, extra=extra, first_chunk=len(self.digests))
         return Chain(self.model, self.digests + tuple(more), packed[4 * family.chunk_tokens * len(more) :])

@@ -72,6 +72,10 @@ class Device(ABC):
         """Inverse of `register`, before the memory is unmapped."""
         return None
 
+    def close(self) -> None:
+        """Let go of streams and threads; every copy has ended by then.  Twice is fine."""
+        return None
+
     @abstractmethod
     def gather(
         self,

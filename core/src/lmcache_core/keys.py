@@ -175,7 +175,9 @@ def chain_digests(
     append = digests.append
     if not extra:
         for start in range(0, len(packed) - step + 1, step):
-            digest = sha256(digest + b"\0\0\0\0" + packed[start : start + step]).digest()
+            state = sha256(digest + b"\0\0\0\0")
+            state.update(packed[start : start + step])
+            digest = state.digest()
             append(digest)
         return digests
     for index in range(len(packed) // step):
@@ -183,7 +185,9 @@ def chain_digests(
         if len(more) > MAX_EXTRA_NBYTES:
             raise ValueError(f"extra of chunk {first_chunk + index} has {len(more)} bytes, at most {MAX_EXTRA_NBYTES}")
         start = index * step
-        digest = sha256(digest + len(more).to_bytes(4, "little") + more + packed[start : start + step]).digest()
+        state = sha256(digest + len(more).to_bytes(4, "little") + more)
+        state.update(packed[start : start + step])
+        digest = state.digest()
         append(digest)
     return digests
 
@@ -196,13 +200,13 @@ def pack_extra(items: Iterable[tuple[int, bytes]]) -> bytes:
     return out
 
 
-def pack_tokens(tokens: Sequence[int] | Any) -> bytes:
-    """Token ids as u32 little-endian, which `bytes` are taken to be already.
+def pack_tokens(tokens: Sequence[int] | Any) -> memoryview:
+    """Token ids as u32 little-endian bytes, which `bytes` and memoryviews are taken to be already.
 
-    ValueError for an id outside 0..2**32-1 or an array that is not flat integers.
+    ValueError for an id outside 0..2**32-1 or an array that is not flat integers.  The view may be of the array itself.
     """
-    if isinstance(tokens, bytes):
-        return tokens
+    if isinstance(tokens, (bytes, memoryview)):
+        return memoryview(tokens)
     if hasattr(tokens, "__array_interface__"):
         return _pack_array(tokens)
     try:
@@ -213,18 +217,23 @@ def pack_tokens(tokens: Sequence[int] | Any) -> bytes:
         raise ValueError(f"token ids must be integers: {error}") from error
     if sys.byteorder == "big":
         packed.byteswap()
-    return packed.tobytes()
+    return memoryview(packed).cast("B")
 
 
-def _pack_array(tokens: Any) -> bytes:
+def _pack_array(tokens: Any) -> memoryview:
     """A numpy array, without importing numpy: this module needs the standard library only."""
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ValueError(f"tokens must be a flat integer array, got {tokens.ndim} dimensions of {tokens.dtype}")
-    if tokens.dtype.str == "<u4":
-        return bytes(tokens.tobytes())
-    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= 0xFFFFFFFF:
-        raise ValueError(f"token ids must be 0 to 4,294,967,295, got {tokens.min()} to {tokens.max()}")
-    return bytes(tokens.astype("<u4").tobytes())
+    if not tokens.size:
+        return memoryview(b"")
+    if tokens.dtype.str != "<u4":
+        unsigned = tokens.view(tokens.dtype.str.replace("i", "u"))  # a negative id is a huge one: one pass finds both
+        if int(unsigned.max()) > 0xFFFFFFFF or (tokens.itemsize <= 4 and int(tokens.min()) < 0):
+            raise ValueError(f"token ids must be 0 to 4,294,967,295, got {tokens.min()} to {tokens.max()}")
+        tokens = tokens.astype("<u4")
+    elif not tokens.flags.c_contiguous:
+        tokens = tokens.copy()
+    return memoryview(tokens).cast("B")
 
 
 def _check_name(field: str, value: str, may_be_empty: bool) -> str:

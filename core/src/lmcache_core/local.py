@@ -229,6 +229,7 @@ class LocalCache(Cache):
         for thread in self._prefaults:
             thread.join()
         self._pool.close()
+        self._device.close()
         for transfer in list(self._running):
             self._end_now(transfer, "the cache was closed")
         self._events.close()
