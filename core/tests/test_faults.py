@@ -110,9 +110,7 @@ def test_one_flipped_bit_is_a_miss_is_removed_and_is_repaired_by_the_next_store(
 
 @pytest.mark.parametrize("fault", [Fault.FLIP, Fault.TRUNCATE, Fault.VANISH, Fault.UNAVAILABLE, Fault.BROKEN])
 def test_a_gap_in_the_middle_leaves_the_prefix_usable_and_names_the_gap(fault):  # S15
-    backend = FaultBackend(
-        DictBackend(store=filled()), script=[None] * 4 + [fault] + [None] * 3, verbs=["get"]
-    )
+    backend = FaultBackend(DictBackend(store=filled()), script=[None] * 4 + [fault] + [None] * 3, verbs=["get"])
     with open_local([backend]) as cache:
         hit, result = load(cache, chain(8))
         assert hit == 8
@@ -347,9 +345,9 @@ def test_a_mixed_faulty_load_tells_no_lie_holds_its_limits_and_its_counters_add_
         assert cache._pool.tiers[0].drain(10)
         assert until(lambda: cache._pool.usage()[1] == 0)
         m = cache.metrics
-        assert m.count("lookups") == m.count("lookups", result="full") + m.count(
-            "lookups", result="partial"
-        ) + m.count("lookups", result="miss")
+        assert m.count("lookups") == m.count("lookups", result="full") + m.count("lookups", result="partial") + m.count(
+            "lookups", result="miss"
+        )
         assert m.count("lookups", result="full") > 0
         assert m.count("loads", result="failed") > 0
         assert cache.status().tiers[0].used_nbytes <= 60 * RECORD

@@ -479,7 +479,8 @@ class Tier:
             return  # logged, and the breaker is open
         if not self._faulty:
             self._faulty = True
-            log.warning("tier %s: %s of %r failed: %s", self.name, verb, keys[index] if keys else "the store", str(fault))
+            subject = keys[index] if keys else "the store"
+            log.warning("tier %s: %s of %r failed: %s", self.name, verb, subject, str(fault))
         self.breaker.failed(str(fault))
 
     def _health_changed(self, healthy: bool, reason: str) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, Final
 
 import numpy as np
 
@@ -11,12 +14,26 @@ from ..device import Device, DoneFence, Fence, Pages, Probe
 from ..errors import DeviceError
 from ..layout import Layout, Region
 
+_MAX_COPY_THREADS: Final = 4
+_SHARED_NBYTES: Final = 8 << 20
+
 
 class CpuDevice(Device):
     """Pages are numpy arrays in host memory.  Copies are complete when a call returns."""
 
     api_version = (1, 0)
     torch_type = "cpu"
+
+    def __init__(self, copy_threads: int | None = None) -> None:
+        self._copy_threads = copy_threads or min(_MAX_COPY_THREADS, os.cpu_count() or 1)
+        self._helpers: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        with self._lock:
+            helpers, self._helpers = self._helpers, None
+        if helpers is not None:
+            helpers.shutdown()
 
     @classmethod
     def probe(cls) -> Probe:
@@ -35,16 +52,18 @@ class CpuDevice(Device):
         ids = _checked(pages, block_ids, layout, len(out))
         if after is not None:
             after.wait()
-        for region, _layer, page, offset in _planes(pages, layout, layers):
+
+        def copy(region: Region, page: Any, offset: int, index: int) -> None:
             blocks = layout.blocks(region)
+            chunk_ids = ids[index * blocks : (index + 1) * blocks]
+            target = np.frombuffer(out[index], np.uint8, blocks * region.block_nbytes, offset)
             flat = _void(page, region.block_nbytes)
-            for index, buffer in enumerate(out):
-                chunk_ids = ids[index * blocks : (index + 1) * blocks]
-                target = np.frombuffer(buffer, np.uint8, blocks * region.block_nbytes, offset)
-                if flat is not None:
-                    np.take(flat, chunk_ids, out=target.view(flat.dtype), mode="clip")
-                else:
-                    _each_block(page, chunk_ids, target, region, to_page=False)
+            if flat is not None:
+                np.take(flat, chunk_ids, out=target.view(flat.dtype), mode="clip")
+            else:
+                _each_block(page, chunk_ids, target, region, to_page=False)
+
+        self._share(copy, _planes(pages, layout, layers, len(out)), layout.nbytes * len(out))
         return DoneFence()
 
     def scatter(
@@ -63,24 +82,48 @@ class CpuDevice(Device):
             raise DeviceError("a block id occurs twice: two chunks would overwrite each other")
         if after is not None:
             after.wait()
-        for region, _layer, page, offset in _planes(pages, layout, layers):
+
+        def copy(region: Region, page: Any, offset: int, index: int) -> None:
             blocks = layout.blocks(region)
+            skip = skip_blocks if index == 0 else 0
+            chunk_ids = ids[index * blocks + skip : (index + 1) * blocks]
+            start = offset + skip * region.block_nbytes
+            source = np.frombuffer(src[index], np.uint8, len(chunk_ids) * region.block_nbytes, start)
             flat = _void(page, region.block_nbytes)
-            for index, buffer in enumerate(src):
-                skip = skip_blocks if index == 0 else 0
-                chunk_ids = ids[index * blocks + skip : (index + 1) * blocks]
-                start = offset + skip * region.block_nbytes
-                source = np.frombuffer(buffer, np.uint8, len(chunk_ids) * region.block_nbytes, start)
-                if flat is None:
-                    _each_block(page, chunk_ids, source, region, to_page=True)
-                elif len(chunk_ids):
-                    first = int(chunk_ids[0])
-                    rows = source.view(flat.dtype)
-                    if int(chunk_ids[-1]) - first == len(chunk_ids) - 1 and bool((np.diff(chunk_ids) == 1).all()):
-                        np.copyto(flat[first : first + len(rows)], rows)
-                    else:
-                        flat[chunk_ids] = rows
+            if flat is None:
+                _each_block(page, chunk_ids, source, region, to_page=True)
+            elif len(chunk_ids):
+                first = int(chunk_ids[0])
+                rows = source.view(flat.dtype)
+                if int(chunk_ids[-1]) - first == len(chunk_ids) - 1 and bool((np.diff(chunk_ids) == 1).all()):
+                    np.copyto(flat[first : first + len(rows)], rows)
+                else:
+                    flat[chunk_ids] = rows
+
+        self._share(copy, _planes(pages, layout, layers, len(src)), layout.nbytes * len(src))
         return DoneFence()
+
+    def _share(self, copy: Callable[..., None], pieces: list[tuple[Region, Any, int, int]], nbytes: int) -> None:
+        """Copy every piece: large copies on several threads, since one cannot use the memory's whole bandwidth."""
+        threads = min(self._copy_threads, len(pieces)) if nbytes >= _SHARED_NBYTES else 1
+
+        def run(first: int) -> None:
+            for piece in pieces[first::threads]:
+                copy(*piece)
+
+        if threads == 1:
+            run(0)
+            return
+        with self._lock:
+            if self._helpers is None:
+                self._helpers = ThreadPoolExecutor(self._copy_threads - 1, "lmcache-copy")
+            others = [self._helpers.submit(run, first) for first in range(1, threads)]
+        try:
+            run(0)
+        finally:
+            wait(others)
+        for other in others:
+            other.result()
 
 
 def _checked(
@@ -110,15 +153,15 @@ def _checked(
     return ids
 
 
-def _planes(pages: Pages, layout: Layout, layers: range | None) -> list[tuple[Region, int, Any, int]]:
-    """(region, layer, its pages, offset of its bytes in a chunk) for the layers wanted."""
+def _planes(pages: Pages, layout: Layout, layers: range | None, chunks: int) -> list[tuple[Region, Any, int, int]]:
+    """(region, pages of one layer, offset of their bytes in a chunk, chunk) for the layers wanted."""
     planes = []
     offset = 0
     for region, arrays in zip(layout.regions, pages, strict=True):
         step = layout.blocks(region) * region.block_nbytes
         for layer, page in enumerate(arrays):
             if layers is None or layer in layers:
-                planes.append((region, layer, page, offset))
+                planes += [(region, page, offset, chunk) for chunk in range(chunks)]
             offset += step
     return planes
 
