@@ -27,6 +27,7 @@ LAYERS = (
     {"tier"},
     {"leases"},
     {"pool"},
+    {"pooled"},
     {"local", "server", "client"},
     {"opening"},
     {"testing"},

@@ -6,19 +6,20 @@ import itertools
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from . import frame
-from .buffers import Slab, Slot
+from .buffers import Extent, Slab, Slot
 from .chain import Chain, GroupKind, Shard
 from .events import Events
 from .frame import Frame
 from .index import Entry, Index, Sink, State
 from .keys import ChunkKey
 from .layout import PAGE_NBYTES, Layout, page_align
-from .leases import Leases
+from .leases import Found, Leases
 from .metrics import Metrics
 from .policy import EvictionPolicy, Item
 from .tier import LoadItem, StoreItem, Tier
@@ -55,6 +56,7 @@ class Pool:
         lease_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.boot_id = uuid.uuid4().hex
         self.name = name
         self.slab = slab
         self.tiers = tuple(tiers)
@@ -70,6 +72,20 @@ class Pool:
         self._generations = itertools.count(1)
         self._uses = 0
         self._said_full = -1.0
+
+    # Leases.
+
+    def lookup(self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None) -> Found:
+        return self.leases.lookup(chain, request, on_answered)
+
+    def lookup_answered(self, chain: Chain, request: str, timeout_s: float) -> Found:
+        return self.leases.lookup_answered(chain, request, timeout_s)
+
+    def release(self, request: str) -> None:
+        self.leases.release(request)
+
+    def hold_resident(self, chain: Chain, request: str) -> int:
+        return self.leases.hold_resident(chain, request)
 
     # Stores.
 
@@ -143,11 +159,12 @@ class Pool:
 
     # Loads.
 
-    def acquire(self, keys: Sequence[ChunkKey], layout: Layout, depth: int, sink: Sink) -> None:
-        """Hold each record for a job and tell `sink(position, entry | None, reason)` once for each key.
+    def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink) -> None:
+        """Hold each record of `span` for a job and tell `sink(position, entry | None, reason)` once for each.
 
         What is in host memory is told before this returns, what comes from below when it is there.
         """
+        keys, layout, depth = chain.keys(shard, span), shard.layout, span.start
         told: list[tuple[int, Entry | None, str]] = []
         loads: list[tuple[int, Tier, Entry]] = []
         with self._lock:
@@ -192,8 +209,11 @@ class Pool:
         with self._lock:
             self._index.unhold(entries)
 
-    def record(self, entry: Entry) -> memoryview:
-        """The payload of an entry that the caller holds or fills."""
+    def extent(self, entry: Entry) -> Extent:
+        return self.slab.extents[entry.slot.extent_id]
+
+    def payload(self, entry: Entry) -> memoryview:
+        """The raw bytes of an entry that the caller holds or fills."""
         start = entry.slot.offset + PAGE_NBYTES
         return self.slab.extents[entry.slot.extent_id].view[start : start + entry.layout.nbytes]
 

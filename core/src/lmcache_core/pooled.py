@@ -1,0 +1,472 @@
+"""Chains and pages in front of a pool, here or in a daemon, with one mover thread for all copies."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from .buffers import Extent
+from .cache import Cache, Hit, Job, JobResult
+from .chain import Chain, Shard
+from .device import Device, Fence, Pages
+from .errors import CacheError
+from .events import Events
+from .index import Entry, Sink
+from .leases import Found
+from .metrics import Metrics
+from .pool import Reservation
+
+log = logging.getLogger(__name__)
+
+MAX_RESULTS: Final = 65_536
+_COPY_NBYTES: Final = 64 << 20
+"""One call of the device copies about this much, so that loads need not wait long behind a store."""
+_FENCE_TIMEOUT_S: Final = 30.0
+
+
+class PoolPort(Protocol):
+    """What a pool does for a cache.  `Pool` does it in this process, `RemotePool` by asking a daemon."""
+
+    @property
+    def boot_id(self) -> str:
+        """Another one means that every earlier lease is void."""
+
+    def lookup(self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None) -> Found: ...
+    def lookup_answered(self, chain: Chain, request: str, timeout_s: float) -> Found: ...
+    def release(self, request: str) -> None: ...
+    def hold_resident(self, chain: Chain, request: str) -> int: ...
+    def reserve(self, chain: Chain, shard: Shard, span: range) -> Reservation: ...
+    def commit(self, entries: Sequence[Entry]) -> None: ...
+    def abort(self, entries: Sequence[Entry], reason: str) -> None: ...
+    def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink) -> None: ...
+    def unhold(self, entries: Sequence[Entry]) -> None: ...
+    def extent(self, entry: Entry) -> Extent: ...
+    def payload(self, entry: Entry) -> memoryview: ...
+    def intact(self, entry: Entry) -> bool: ...
+    def evict(self, chain: Chain) -> int: ...
+    def drain(self, timeout_s: float) -> bool: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """A job on its way: what it moves and what is still out."""
+
+    job: Job
+    kind: str
+    request: str
+    span: range
+    outstanding: int
+    shard: Shard | None = None
+    pages: Pages = ()
+    block_ids: Sequence[int] = ()
+    skip_blocks: int = 0
+    after: Fence | None = None
+    reservation: Reservation | None = None
+    failed: dict[int, str] = field(default_factory=dict)
+    nbytes: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def blocks(self, position: int) -> Sequence[int]:
+        """The block ids of one chunk of the span."""
+        assert self.shard is not None
+        each = self.shard.layout.blocks(self.shard.layout.regions[0])
+        return self.block_ids[position * each : (position + 1) * each]
+
+
+_Ready = tuple[_Transfer, int, Entry | None, str]
+
+
+class PooledCache(Cache):
+    """Owns its pool, device and events, and closes them."""
+
+    def __init__(
+        self,
+        pool: PoolPort,
+        device: Device,
+        *,
+        metrics: Metrics,
+        events: Events,
+        device_name: str = "",
+    ) -> None:
+        self.metrics = metrics
+        self._pool = pool
+        self._device = device
+        self._device_name = device_name or type(device).__name__
+        self._events = events
+        self._ids = itertools.count(1)
+        self._results: deque[JobResult] = deque(maxlen=MAX_RESULTS)
+        self._lock = threading.Lock()
+        self._running: set[_Transfer] = set()
+        self._idle = threading.Condition(self._lock)
+        self._closed = False
+        self._registered: set[int] = set()
+        self._ready: queue.SimpleQueue[_Ready | None] = queue.SimpleQueue()
+        self._stores: deque[_Transfer] = deque()
+        self._mover = threading.Thread(target=self._move, name="lmcache-mover", daemon=True)
+        self._mover.start()
+        events.emit("lmcache_cache_started", cache=self)
+
+    # The engine's side.
+
+    def lookup(self, chain: Chain, request: str) -> Hit:
+        return self._hit(chain, request, self._pool.lookup(chain, request))
+
+    def lookup_answered(self, chain: Chain, request: str, *, timeout_s: float) -> Hit:
+        return self._hit(chain, request, self._pool.lookup_answered(chain, request, timeout_s))
+
+    def retrieve(
+        self,
+        hit: Hit,
+        shard: Shard,
+        span: range,
+        pages: Pages,
+        block_ids: Sequence[int],
+        *,
+        skip_tokens: int = 0,
+    ) -> Job:
+        _check_span(hit.chain, shard, span, block_ids)
+        block_tokens = shard.layout.regions[0].block_tokens
+        if skip_tokens % block_tokens or not 0 <= skip_tokens < shard.layout.chunk_tokens:
+            raise ValueError(f"skip_tokens {skip_tokens} is not whole blocks of {block_tokens} within the first chunk")
+        transfer = self._begin("retrieve", hit.request, span, len(span))
+        transfer.shard, transfer.pages, transfer.block_ids = shard, pages, block_ids
+        transfer.skip_blocks = skip_tokens // block_tokens
+        self._acquire(transfer, hit.chain, shard, span)
+        return transfer.job
+
+    def store(
+        self,
+        chain: Chain,
+        shard: Shard,
+        span: range,
+        pages: Pages,
+        block_ids: Sequence[int],
+        *,
+        request: str = "",
+        after: Fence | None = None,
+    ) -> Job:
+        _check_span(chain, shard, span, block_ids)
+        transfer = self._begin("store", request, span, 1)
+        transfer.shard, transfer.pages, transfer.block_ids, transfer.after = shard, pages, block_ids, after
+        reservation = self._pool.reserve(chain, shard, span)
+        transfer.reservation = reservation
+        transfer.failed = dict.fromkeys(reservation.refused, "no room")
+        if reservation.new:
+            self._stores.append(transfer)
+            self._ready.put((transfer, -1, None, ""))
+        else:
+            self._end(transfer)
+        return transfer.job
+
+    def prefetch(self, chain: Chain) -> Job:
+        transfer = self._begin("prefetch", "", range(len(chain)), 1)
+        request = f"prefetch {transfer.job.job_id}"
+
+        def go() -> None:
+            found = self._pool.lookup(chain, request, go)
+            if found.pending:
+                return
+            span = range(found.restorable[-1] if found.restorable else 0)
+            transfer.request, transfer.span = request, span
+            with self._lock:
+                transfer.outstanding = len(span) * len(chain.model.shards)
+            if not transfer.outstanding:
+                self._end(transfer)
+            for shard in chain.model.shards if transfer.outstanding else ():
+                self._acquire(transfer, chain, shard, span)
+
+        go()
+        return transfer.job
+
+    def release(self, request: str) -> None:
+        self._pool.release(request)
+
+    def pin(self, chain: Chain) -> int:
+        return self._pool.hold_resident(chain, _pin_name(chain))
+
+    def unpin(self, chain: Chain) -> None:
+        self._pool.release(_pin_name(chain))
+
+    def evict(self, chain: Chain) -> int:
+        return self._pool.evict(chain)
+
+    def poll(self) -> list[JobResult]:
+        results = []
+        while self._results:
+            results.append(self._results.popleft())
+        return results
+
+    def drain(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            if not self._idle.wait_for(lambda: not self._running, timeout_s):
+                return False
+        return self._pool.drain(max(0.0, deadline - time.monotonic()))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._events.emit("lmcache_cache_stopping", cache=self)
+        self._ready.put(None)
+        self._mover.join()
+        self._pool.close()
+        self._device.close()
+        for transfer in list(self._running):
+            self._end_now(transfer, "the cache was closed")
+        self._events.close()
+
+    # Jobs.
+
+    def _hit(self, chain: Chain, request: str, found: Found) -> Hit:
+        return Hit(chain, request, found.resident, found.restorable, found.pending, self._pool.boot_id, found.lease_id)
+
+    def _begin(self, kind: str, request: str, span: range, outstanding: int) -> _Transfer:
+        transfer = _Transfer(Job(next(self._ids)), kind, request, span, outstanding)
+        with self._lock:
+            if self._closed:
+                raise CacheError("the cache is closed")
+            self._running.add(transfer)
+        if not outstanding:
+            self._end(transfer)
+        return transfer
+
+    def _acquire(self, transfer: _Transfer, chain: Chain, shard: Shard, span: range) -> None:
+        put = self._ready.put
+        self._pool.acquire(chain, shard, span, lambda i, entry, reason: put((transfer, i, entry, reason)))
+
+    def _end(self, transfer: _Transfer) -> None:
+        """Report a transfer, exactly once."""
+        with self._lock:
+            if transfer not in self._running:
+                return
+            self._running.discard(transfer)
+            if not self._running:
+                self._idle.notify_all()
+        span, failed = transfer.span, transfer.failed
+        skipped = transfer.reservation.skipped if transfer.reservation else 0
+        if transfer.kind == "store":
+            ok = len(span) - skipped - len(failed)
+        else:
+            ok = min(failed, default=len(span))
+        seconds = time.monotonic() - transfer.started
+        result = JobResult(
+            transfer.job.job_id,
+            transfer.request,
+            transfer.kind,
+            ok,
+            _ranges(span.start, failed),
+            skipped,
+            transfer.nbytes,
+            seconds,
+        )
+        self._count(transfer, result)
+        if transfer.kind == "prefetch":
+            self._pool.release(transfer.request)
+        self._results.append(result)
+        try:
+            transfer.job._finish(result)
+        except Exception:
+            log.exception("a callback of job %d raised", transfer.job.job_id)
+
+    def _end_now(self, transfer: _Transfer, reason: str) -> None:
+        """End a transfer whose remaining parts will not come."""
+        if transfer.reservation is not None:
+            left = [(p, entry) for p, entry in transfer.reservation.new if p not in transfer.failed]
+            transfer.failed |= dict.fromkeys((p for p, _ in left), reason)
+        else:
+            transfer.failed |= {p: reason for p in range(len(transfer.span)) if p not in transfer.failed}
+        self._end(transfer)
+
+    def _count(self, transfer: _Transfer, result: JobResult) -> None:
+        name = {"store": "stores", "retrieve": "loads"}.get(transfer.kind)
+        if name is None:
+            return
+        failed = len(transfer.failed)
+        late = sum(reason == "late" for reason in transfer.failed.values())
+        if name == "stores":
+            self.metrics.add("stores", result.ok_chunks, result="ok")
+            self.metrics.add("stores", result.skipped, result="skipped")
+            self.metrics.add("stores", failed, result="failed")
+            self.metrics.add("store_bytes", result.nbytes)
+            return
+        self.metrics.add("loads", len(transfer.span) - failed, result="ok")
+        self.metrics.add("loads", failed - late, result="failed")
+        self.metrics.add("loads", late, result="late")
+        self.metrics.add("load_bytes", result.nbytes)
+        self._events.emit(
+            "lmcache_chunks_retrieved",
+            request=transfer.request,
+            hit_chunks=result.ok_chunks,
+            failed_chunks=failed,
+            nbytes=result.nbytes,
+            seconds=result.seconds,
+        )
+
+    # The mover thread.
+
+    def _move(self) -> None:
+        stopping = False
+        while not stopping:
+            arrived: dict[_Transfer, list[_Ready]] = {}
+            item = self._ready.get()
+            while True:
+                if item is None:
+                    stopping = True
+                elif item[1] >= 0:
+                    arrived.setdefault(item[0], []).append(item)
+                try:
+                    item = self._ready.get_nowait()
+                except queue.Empty:
+                    break
+            for transfer, ready in arrived.items():
+                self._arrived(transfer, ready)
+            if self._stores and not stopping:
+                self._gather_some(self._stores[0])
+        while self._stores:
+            transfer = self._stores.popleft()
+            if transfer.reservation is not None:
+                left = [entry for p, entry in transfer.reservation.new if p not in transfer.failed]
+                self._pool.abort(left, "the cache was closed")
+
+    def _arrived(self, transfer: _Transfer, ready: list[_Ready]) -> None:
+        """Copy what has come into the engine's blocks, and end the transfer when nothing is out."""
+        good: list[tuple[int, Entry]] = []
+        for _, position, entry, reason in ready:
+            if entry is None:
+                transfer.failed.setdefault(position, reason)
+            else:
+                good.append((position, entry))
+        good.sort(key=lambda found: found[0])
+        if transfer.kind == "retrieve":
+            for part in _parts(good):
+                self._scatter(transfer, part)
+        self._pool.unhold([entry for _, entry in good])
+        with self._lock:
+            transfer.outstanding -= len(ready)
+        if not transfer.outstanding:
+            self._end(transfer)
+
+    def _scatter(self, transfer: _Transfer, part: list[tuple[int, Entry]]) -> None:
+        shard = transfer.shard
+        assert shard is not None
+        intact = [(position, entry) for position, entry in part if self._pool.intact(entry)]
+        for position, _ in [found for found in part if found not in intact]:
+            transfer.failed[position] = "overwritten"
+        if not intact:
+            return
+        skip = transfer.skip_blocks if intact[0][0] == 0 else 0
+        ids = [block for position, _ in intact for block in transfer.blocks(position)]
+        records = [self._pool.payload(entry) for _, entry in intact]
+        problem = self._copy(
+            lambda: self._device.scatter(records, shard.layout, transfer.pages, ids, skip_blocks=skip), intact
+        )
+        for position, entry in intact:
+            if problem:
+                transfer.failed[position] = problem
+            elif not self._pool.intact(entry):
+                transfer.failed[position] = "overwritten"
+            else:
+                transfer.nbytes += shard.layout.nbytes
+
+    def _gather_some(self, transfer: _Transfer) -> None:
+        """Copy the next part of a store out of the engine; loads that came meanwhile go before the part after it."""
+        assert transfer.shard is not None
+        assert transfer.reservation is not None
+        layout = transfer.shard.layout
+        new = transfer.reservation.new
+        count = max(1, _COPY_NBYTES // layout.nbytes)
+        part, transfer.reservation.new = new[:count], new[count:]
+        ids = [block for position, _ in part for block in transfer.blocks(position)]
+        entries = [entry for _, entry in part]
+        records = [self._pool.payload(entry) for entry in entries]
+        problem = self._copy(
+            lambda: self._device.gather(transfer.pages, ids, layout, records, after=transfer.after), part
+        )
+        if problem:
+            transfer.failed |= dict.fromkeys((position for position, _ in part), problem)
+            self._pool.abort(entries, problem)
+        else:
+            transfer.nbytes += len(part) * layout.nbytes
+            if not transfer.reservation.new:
+                transfer.job._set_gathered()
+            self._pool.commit(entries)
+        if transfer.reservation.new:
+            self._ready.put((transfer, -1, None, ""))
+        else:
+            self._stores.popleft()
+            self._end(transfer)
+            if self._stores:
+                self._ready.put((self._stores[0], -1, None, ""))
+
+    def _copy(self, copy: Callable[[], Fence], part: Iterable[tuple[int, Entry]]) -> str:
+        """Run a device's copy to its end; "" or what went wrong.  A device plugin may raise anything."""
+        self._register(part)
+        try:
+            fence = copy()
+            return "" if fence.wait(_FENCE_TIMEOUT_S) else f"device: not done in {_FENCE_TIMEOUT_S} s"
+        except CacheError as error:
+            return f"device: {error}"
+        except Exception as error:
+            log.exception("device %s raised; this is its bug", self._device_name)
+            return f"device: {error!r}"
+
+    def _register(self, part: Iterable[tuple[int, Entry]]) -> None:
+        """Pin each extent with the device before its first copy."""
+        for _, entry in part:
+            extent_id = entry.slot.extent_id
+            if extent_id not in self._registered:
+                self._registered.add(extent_id)
+                extent = self._pool.extent(entry)
+                try:
+                    self._device.register(extent.address, extent.nbytes)
+                except CacheError as error:
+                    log.warning("device %s copies through unpinned memory: %s", self._device_name, error)
+
+    def _unregister(self, extent: Extent) -> None:
+        if extent.extent_id in self._registered:
+            self._registered.discard(extent.extent_id)
+            self._device.unregister(extent.address, extent.nbytes)
+
+
+def _check_span(chain: Chain, shard: Shard, span: range, block_ids: Sequence[int]) -> None:
+    if span.step != 1 or not 0 <= span.start <= span.stop <= len(chain):
+        raise ValueError(f"{span} is not a span of the chain's {len(chain)} chunks")
+    if not any(shard in group.shards for group in chain.model.groups):
+        raise ValueError("the shard is none of the chain's model")
+    each = shard.layout.blocks(shard.layout.regions[0])
+    if len(block_ids) != len(span) * each:
+        raise ValueError(f"{len(block_ids)} block ids for {len(span)} chunks of {each} blocks")
+
+
+def _ranges(start: int, failed: dict[int, str]) -> tuple[tuple[int, int, str], ...]:
+    """Failed positions as (start, stop, reason), neighbours with one reason joined."""
+    ranges: list[tuple[int, int, str]] = []
+    for position in sorted(failed):
+        reason = failed[position]
+        if ranges and ranges[-1][1] == start + position and ranges[-1][2] == reason:
+            ranges[-1] = (ranges[-1][0], start + position + 1, reason)
+        else:
+            ranges.append((start + position, start + position + 1, reason))
+    return tuple(ranges)
+
+
+def _parts(good: list[tuple[int, Entry]]) -> Iterable[list[tuple[int, Entry]]]:
+    if not good:
+        return
+    count = max(1, _COPY_NBYTES // good[0][1].layout.nbytes)
+    for start in range(0, len(good), count):
+        yield good[start : start + count]
+
+
+def _pin_name(chain: Chain) -> str:
+    return f"pin {chain.digests[-1].hex() if chain.digests else ''}"
