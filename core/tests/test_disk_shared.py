@@ -206,7 +206,11 @@ def run_together(code: str, root: Path, capacity_nbytes: int, count: int = 3) ->
         for child in children:
             assert child.stdout
             assert child.stdout.read(1) == b"r"
-        outputs = [child.communicate(b"g", timeout=60)[0] for child in children]
+        for child in children:
+            assert child.stdin
+            child.stdin.write(b"g")
+            child.stdin.flush()
+        outputs = [child.communicate(timeout=60)[0] for child in children]
         assert [child.returncode for child in children] == [0] * count
         return outputs
     finally:
