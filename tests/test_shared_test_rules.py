@@ -45,7 +45,9 @@ def test_in_ci_a_missing_import_fails_the_module(tmp_path: Path) -> None:
     assert "1 error" in run(tmp_path, "import pytest\npytest.importorskip('no_such_module_x')", ci=True)
 
 
-@pytest.mark.parametrize(("reason", "ci"), [("no time", False), ("cannot run here: no GPU", True)])
+@pytest.mark.parametrize(
+    ("reason", "ci"), [("no time", False), ("cannot run here: no GPU", True), ("does not apply: no listing", True)]
+)
 def test_by_hand_or_for_what_the_machine_lacks_a_skip_stays_one(tmp_path: Path, reason: str, ci: bool) -> None:
     assert "3 skipped" in run(tmp_path, SKIPS.format(reason), ci=ci)
     assert "1 skipped" in run(tmp_path, SKIPPED_MODULE.format(reason), ci=ci)

@@ -58,7 +58,7 @@ class Model(DictBackend):
 
     def put_many(
         self, keys: Sequence[ChunkKey], data: Sequence[memoryview], *, timeout_s: float
-    ) -> list[None | BackendError]:
+    ) -> list[BackendError | None]:
         if not self.store.answering.wait(timeout_s):
             return [BackendUnavailable("stalled") for _ in keys]
         return super().put_many(keys, data, timeout_s=timeout_s)
@@ -312,7 +312,7 @@ class SortsKeys(Model):
 class StoresTheFirstOnly(Model):
     def put_many(
         self, keys: Sequence[ChunkKey], data: Sequence[memoryview], *, timeout_s: float
-    ) -> list[None | BackendError]:
+    ) -> list[BackendError | None]:
         return super().put_many(keys[:1], data[:1], timeout_s=timeout_s) * len(keys)
 
 
@@ -349,7 +349,7 @@ class NoDeadline(Model):
 class LateIsFull(Model):
     def put_many(
         self, keys: Sequence[ChunkKey], data: Sequence[memoryview], *, timeout_s: float
-    ) -> list[None | BackendError]:
+    ) -> list[BackendError | None]:
         return [BackendFull("too late") for _ in keys]
 
 
@@ -357,7 +357,7 @@ class LateIsFull(Model):
 class WaitsForAnswers(Model):
     def put_many(
         self, keys: Sequence[ChunkKey], data: Sequence[memoryview], *, timeout_s: float
-    ) -> list[None | BackendError]:
+    ) -> list[BackendError | None]:
         return super().put_many(keys, data, timeout_s=timeout_s + 1.5)
 
 

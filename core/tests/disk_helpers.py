@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from lmcache_core.backend import Context
 from lmcache_core.backends._files import Writer
 from lmcache_core.backends.disk import DiskBackend, DiskOptions
@@ -62,14 +59,6 @@ def record_files(root: Path) -> list[Path]:
 
 def assert_counted(backend: DiskBackend, root: Path) -> None:
     assert backend.used_nbytes == sum(path.stat().st_size for path in record_files(root))
-
-
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    threads, descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    yield
-    assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def dead_writer() -> Writer:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from backend_mutants import LEFT, MUTANTS, KeepsTheBuffer, Model, ModelLaws, ModelStore, laws_of
+
 from lmcache_core.backend import Context
 from lmcache_core.errors import BackendUnavailable
 from lmcache_core.keys import ChunkKey

@@ -20,19 +20,17 @@ from disk_helpers import (
     file_of,
     holds,
     new_key,
-    nothing_left,  # noqa: F401
     open_disk,
     put,
     record,
     temp_files,
 )
+
 from lmcache_core.backend import Context, Traits
 from lmcache_core.backends.disk import DiskBackend, DiskOptions
 from lmcache_core.errors import BackendError, ConfigError
 from lmcache_core.testing import BackendLaws, in_threads
 from lmcache_core.testing.memory import payload
-
-pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 class DiskLaws(BackendLaws):
@@ -120,7 +118,7 @@ def test_aligned_records_go_past_the_page_cache_in_one_call_each(
 ) -> None:
     with open_disk(tmp_path) as backend:
         if backend.io_mode == "buffered":
-            pytest.skip(f"O_DIRECT does not work in {tmp_path}")
+            pytest.skip(f"cannot run here: O_DIRECT does not work in {tmp_path}")
         seen = flags_seen(monkeypatch)
         (key,) = put(backend, nbytes=1 << 20)
         assert holds(backend, key, 1 << 20)
@@ -157,7 +155,9 @@ def test_without_direct_io_the_store_is_buffered_and_says_so_in_one_line(
         (key,) = put(backend)
         assert holds(backend, key)
     lines = [r.getMessage() for r in caplog.records]
-    assert len(lines) == 1 and "buffered" in lines[0] and str(tmp_path) in lines[0]
+    assert len(lines) == 1
+    assert "buffered" in lines[0]
+    assert str(tmp_path) in lines[0]
 
 
 def test_direct_on_without_direct_io_is_a_config_error(tmp_path: Path, no_direct: None) -> None:

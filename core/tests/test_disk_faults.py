@@ -19,18 +19,16 @@ from disk_helpers import (
     file_of,
     holds,
     new_key,
-    nothing_left,  # noqa: F401
     open_disk,
     put,
     record,
     record_files,
     temp_files,
 )
+
 from lmcache_core.errors import BackendError, BackendFull, BackendUnavailable, ChunkCorrupt
 from lmcache_core.keys import ChunkKey
 from lmcache_core.testing.memory import buffer
-
-pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def plant_directory(path: Path) -> None:
@@ -209,7 +207,8 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_is_not_counted(
         assert caught.value.retryable == (error is BackendUnavailable)
         assert isinstance(caught.value.__cause__, OSError)
         assert not backend.contains(key)
-        assert not temp_files(tmp_path) and not record_files(tmp_path)
+        assert not temp_files(tmp_path)
+        assert not record_files(tmp_path)
         assert backend.used_nbytes == 0
         backend.put(key, record(key))
         assert holds(backend, key)
@@ -227,7 +226,8 @@ def test_a_publication_that_fails_leaves_nothing_and_is_not_counted(
         with pytest.raises(BackendFull):
             put(backend)
         monkeypatch.undo()
-        assert not temp_files(tmp_path) and not record_files(tmp_path)
+        assert not temp_files(tmp_path)
+        assert not record_files(tmp_path)
         assert backend.used_nbytes == 0
 
 
@@ -256,7 +256,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     path.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], capture_output=True)
     if mounted.returncode:
-        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+        pytest.skip(f"cannot run here: mount of a tmpfs: {mounted.stderr.decode().strip()}")
     try:
         yield path
     finally:
@@ -267,9 +267,13 @@ def test_a_full_disk_refuses_writes_keeps_reads_and_recovers(small_disk: Path) -
     root = small_disk / "store"
     keys: list[ChunkKey] = []
     with open_disk(root, 1 << 30) as backend:
-        with pytest.raises(BackendFull, match="No space left"):
+
+        def fill() -> None:
             for _ in range(100):
-                keys += put(backend, nbytes=256 << 10)
+                keys.extend(put(backend, nbytes=256 << 10))
+
+        with pytest.raises(BackendFull, match="No space left"):
+            fill()
         assert 8 <= len(keys) <= 16
         assert temp_files(root) == []
         assert_counted(backend, root)

@@ -19,19 +19,17 @@ from disk_helpers import (
     dead_writer,
     holds,
     new_key,
-    nothing_left,  # noqa: F401
     open_disk,
     put,
     record,
     record_files,
     temp_files,
 )
+
 from lmcache_core.backends._files import Writer
 from lmcache_core.backends.disk import DiskBackend
 from lmcache_core.errors import BackendError, BackendFull, BackendUnavailable
 from lmcache_core.testing.memory import buffer, payload
-
-pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def test_what_is_there_is_counted_from_the_first_moment_whatever_the_limit(tmp_path: Path) -> None:
@@ -89,7 +87,8 @@ def test_with_different_limits_the_smallest_holds_with_a_warning_until_it_closes
         assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
         with open_disk(tmp_path, 2 * NBYTES):
             (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-            assert str(10 * NBYTES) in warning and str(2 * NBYTES) in warning
+            assert str(10 * NBYTES) in warning
+            assert str(2 * NBYTES) in warning
             put(large, 2)
             with pytest.raises(BackendFull):
                 put(large)
@@ -205,8 +204,13 @@ def run_together(code: str, root: Path, capacity_nbytes: int, count: int = 3) ->
     children = [start(code, root, capacity_nbytes, seed) for seed in range(count)]
     try:
         for child in children:
-            assert child.stdout and child.stdout.read(1) == b"r"
-        outputs = [child.communicate(b"g", timeout=60)[0] for child in children]
+            assert child.stdout
+            assert child.stdout.read(1) == b"r"
+        for child in children:
+            assert child.stdin
+            child.stdin.write(b"g")
+            child.stdin.flush()
+        outputs = [child.communicate(timeout=60)[0] for child in children]
         assert [child.returncode for child in children] == [0] * count
         return outputs
     finally:
@@ -272,7 +276,8 @@ def test_a_killed_writer_is_cleaned_up_by_the_next_process_while_others_stay_ope
         left = 0
         for seed in range(30):
             with start(WRITE_FOREVER, tmp_path, 1 << 30, seed) as writer:
-                assert writer.stdout and writer.stdout.read(1) == b"."
+                assert writer.stdout
+                assert writer.stdout.read(1) == b"."
                 writer.kill()
             left += len(temp_files(tmp_path))
             with open_disk(tmp_path):

@@ -18,11 +18,7 @@ _ONE_CALL_NBYTES: Final = 1 << 30
 
 def read_file(fd: int, nbytes: int, into: memoryview, direct: bool) -> int:
     """Read a file of `nbytes` into the front of `into`; with `direct`, up to the next whole page may be written."""
-    stop = nbytes
-    if direct:
-        stop = page_align(nbytes)
-        if stop > len(into):
-            direct, stop = _make_buffered(fd), nbytes
+    stop = page_align(nbytes) if direct else nbytes
     done = 0
     while done < nbytes:
         try:
@@ -30,7 +26,7 @@ def read_file(fd: int, nbytes: int, into: memoryview, direct: bool) -> int:
         except OSError as error:
             if error.errno != errno.EINVAL or not direct:
                 raise
-            direct, stop = _make_buffered(fd), nbytes  # the buffer is not aligned
+            direct, stop = _make_buffered(fd), nbytes  # the buffer is not aligned, or not as long
             continue
         if not count:
             raise ChunkCorrupt(f"the file was cut from {nbytes} to {done} bytes while it was read")

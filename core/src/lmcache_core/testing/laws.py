@@ -198,4 +198,4 @@ def _report_to_pytest(result: LawResult) -> None:
 
     if result.outcome == "known":
         pytest.xfail(result.detail)
-    pytest.skip(result.detail)
+    pytest.skip(f"does not apply: {result.detail}")
