@@ -45,7 +45,11 @@ class Context:
     """What the tier tells its backend about itself."""
 
     capacity_nbytes: int | None = None
-    """The tier's total; `None` when the store bounds itself.  A `put` beyond it raises BackendFull."""
+    """The tier's total; `None` when the store bounds itself.  A `put` beyond it raises BackendFull.
+
+    A backend whose store bounds itself (a server with a limit of its own) sets its `context` to one without: the tier
+    still holds the total by what it knows.
+    """
     timeout_s: float = 10.0
     """The tier's deadline for one operation on one record."""
     record_nbytes: int | None = None
