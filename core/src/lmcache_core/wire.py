@@ -1,0 +1,277 @@
+"""What crosses the socket between a cache and its daemon: length-prefixed msgpack, typed and bounded; no pickle."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Final, TypeVar
+
+import msgspec
+
+from .chain import Model
+from .errors import CacheError
+
+PROTOCOL: Final = 1
+MAX_FRAME_NBYTES: Final = 16 << 20
+"""Half a million chunks in one message."""
+_LENGTH: Final = struct.Struct("<I")
+
+
+class WireError(CacheError):
+    """The other end does not speak our protocol; the connection is of no more use."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+# From a client.  `call` numbers a question; its answer carries the same number.
+
+
+class Hello(_Message, frozen=True):
+    protocol: int
+    client: str
+    """Random, of one process: tells the daemon that a new connection is of a client it has seen."""
+    quiet: bool
+    """No copy of an earlier connection of this client is running any more."""
+    token: str = ""
+
+
+class Define(_Message, frozen=True):
+    """What later messages call `model`."""
+
+    model: int
+    definition: Model
+
+
+class Lookup(_Message, frozen=True):
+    call: int
+    model: int
+    digests: bytes
+    tokens: int
+    request: str
+
+
+class Hold(_Message, frozen=True):
+    call: int
+    model: int
+    digests: bytes
+    request: str
+
+
+class Release(_Message, frozen=True):
+    request: str
+
+
+class Reserve(_Message, frozen=True):
+    """Slots for the chunks from `start` to the end of `digests`, which begin with the prefix's first."""
+
+    call: int
+    model: int
+    shard: int
+    start: int
+    digests: bytes
+
+
+class Commit(_Message, frozen=True):
+    call: int
+    generations: list[int]
+
+
+class Abort(_Message, frozen=True):
+    generations: list[int]
+    reason: str
+
+
+class Acquire(_Message, frozen=True):
+    """Records of the chunks `digests`, the first of which is chunk `start`; answered by Arrived and Lost."""
+
+    job: int
+    model: int
+    shard: int
+    start: int
+    digests: bytes
+
+
+class Unhold(_Message, frozen=True):
+    generations: list[int]
+
+
+class Evict(_Message, frozen=True):
+    call: int
+    model: int
+    digests: bytes
+
+
+class Drain(_Message, frozen=True):
+    call: int
+    timeout_s: float
+    refuse_new: bool = False
+
+
+class Clear(_Message, frozen=True):
+    """Remove what nobody uses of one namespace: a shard_id, or all with an empty one."""
+
+    call: int
+    shard_id: bytes
+
+
+class Status(_Message, frozen=True):
+    call: int
+
+
+# From the daemon.
+
+
+class Welcome(_Message, frozen=True):
+    protocol: int
+    boot_id: str
+    pid: int
+
+
+class Refused(_Message, frozen=True):
+    """The last message of a connection."""
+
+    reason: str
+
+
+class ExtentOpened(_Message, frozen=True):
+    """Comes with a file descriptor, before the first message that names the extent."""
+
+    extent_id: int
+    nbytes: int
+
+
+class ExtentDropped(_Message, frozen=True):
+    extent_id: int
+
+
+class FoundReply(_Message, frozen=True):
+    call: int
+    resident: int
+    longest: int
+    lengths: list[int] | None
+    """All restorable lengths; None for every one up to `longest`."""
+    pending: bool
+    lease_id: int
+
+
+class Answered(_Message, frozen=True):
+    """Asking again for this request will tell more."""
+
+    request: str
+
+
+class Reserved(_Message, frozen=True):
+    call: int
+    positions: list[int]
+    slots: list[tuple[int, int, int]]
+    generations: list[int]
+    skipped: int
+    refused: list[int]
+
+
+class Arrived(_Message, frozen=True):
+    job: int
+    positions: list[int]
+    slots: list[tuple[int, int, int]]
+    generations: list[int]
+
+
+class Lost(_Message, frozen=True):
+    job: int
+    positions: list[int]
+    reasons: list[str]
+
+
+class Count(_Message, frozen=True):
+    call: int
+    count: int
+
+
+class StatusReply(_Message, frozen=True):
+    call: int
+    status: dict[str, object]
+
+
+class Failed(_Message, frozen=True):
+    call: int
+    reason: str
+
+
+ToDaemon = (
+    Hello
+    | Define
+    | Lookup
+    | Hold
+    | Release
+    | Reserve
+    | Commit
+    | Abort
+    | Acquire
+    | Unhold
+    | Evict
+    | Drain
+    | Clear
+    | Status
+)
+Reply = FoundReply | Reserved | Count | StatusReply | Failed
+ToClient = Welcome | Refused | ExtentOpened | ExtentDropped | Answered | Arrived | Lost | Reply
+
+_encoder: Final = msgspec.msgpack.Encoder()
+T = TypeVar("T")
+
+
+def to_daemon_decoder() -> msgspec.msgpack.Decoder[ToDaemon]:
+    return msgspec.msgpack.Decoder(ToDaemon)
+
+
+def to_client_decoder() -> msgspec.msgpack.Decoder[ToClient]:
+    return msgspec.msgpack.Decoder(ToClient)
+
+
+def encode(message: object) -> bytes:
+    """One frame."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_NBYTES:
+        raise WireError(f"a message of {len(body)} bytes is over the limit of {MAX_FRAME_NBYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a byte stream into messages; holds at most one frame.  WireError for anything malformed or too large."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T], max_nbytes: int = MAX_FRAME_NBYTES) -> None:
+        self._decoder = decoder
+        self._max_nbytes = max_nbytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | memoryview) -> Iterator[T]:  # type: ignore[type-var, misc]
+        """Every message that is complete now."""
+        self._buffer += data
+        start = 0
+        try:
+            while len(self._buffer) - start >= 4:
+                (nbytes,) = _LENGTH.unpack_from(self._buffer, start)
+                if nbytes > self._max_nbytes:
+                    raise WireError(f"a frame of {nbytes} bytes is over the limit of {self._max_nbytes}")
+                if len(self._buffer) - start - 4 < nbytes:
+                    break
+                body = bytes(self._buffer[start + 4 : start + 4 + nbytes])
+                start += 4 + nbytes
+                yield self._decode(body)
+        finally:
+            del self._buffer[:start]
+
+    def _decode(self, body: bytes) -> T:  # type: ignore[type-var]
+        try:
+            return self._decoder.decode(body)  # type: ignore[return-value]
+        except (msgspec.MsgspecError, ValueError, CacheError, RecursionError) as error:
+            raise WireError(f"not a message of ours: {error}") from error
+
+
+def split_digests(digests: bytes) -> tuple[bytes, ...]:
+    """The 32-byte digests of a message."""
+    if len(digests) % 32:
+        raise WireError(f"{len(digests)} bytes are not whole digests of 32")
+    return tuple(digests[at : at + 32] for at in range(0, len(digests), 32))
