@@ -151,6 +151,10 @@ class Leases:
         with self._lock:
             self._end(request)
 
+    def count(self) -> int:
+        """Requests that hold something, or were told that there is nothing."""
+        return len(self._leases)
+
     def expire(self) -> bool:
         """End the leases of requests that stopped asking; whether there were any.  Under the lock."""
         limit = self._clock() - self._timeout_s

@@ -32,14 +32,20 @@ def open_cache(config: CacheConfig | str | Path | None = None) -> LocalCache:
     """
     if not isinstance(config, CacheConfig):
         config = load_config(config)
+    device_name, device = open_device(config.device, config.plugins.disable)
+    metrics = Metrics()
+    pool, events = open_pool(config, metrics)
+    return LocalCache(pool, device, metrics=metrics, events=events, device_name=device_name)
+
+
+def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
+    """The pool that a configuration describes, with its tiers started, and the events that they emit to."""
     disable = config.plugins.disable
     host = config.host
     capacity = host.capacity_nbytes if host is not None else config.staging_nbytes
     assert capacity is not None
-    device_name, device = _open_device(config.device, disable)
     new_policy = _policy(host.policy if host is not None else "lru", disable)
     below = [tier for tier in config.tiers if tier is not host]
-    metrics = Metrics()
     slab = Slab(capacity)
     events = _open_events(config, metrics)
     tiers: list[Tier] = []
@@ -63,13 +69,12 @@ def open_cache(config: CacheConfig | str | Path | None = None) -> LocalCache:
         lease_timeout_s=config.lease_timeout_s,
     )
     log.info(
-        "cache ready: device %s, %d bytes of host memory for this process alone, below it %s; every process that opens "
-        "a cache takes as much again",
-        device_name,
+        "cache ready: %d bytes of host memory for this process alone, below it %s; every process that opens a cache "
+        "of its own takes as much again",
         capacity,
         ", ".join(f"{tier.name} ({tier.backend_name})" for tier in tiers) or "nothing",
     )
-    return LocalCache(pool, device, metrics=metrics, events=events, device_name=device_name)
+    return pool, events
 
 
 def open_tier(
@@ -115,7 +120,7 @@ def open_backend(config: TierConfig, disable: tuple[str, ...] = ()) -> Backend[A
     return kind(options, Context(capacity_nbytes=config.capacity_nbytes, timeout_s=config.timeout_s))
 
 
-def _open_device(name: str, disable: tuple[str, ...]) -> tuple[str, Device]:
+def open_device(name: str, disable: tuple[str, ...]) -> tuple[str, Device]:
     """The device of that name; "auto" is the one accelerator that is there, or the CPU."""
     if name != "auto":
         kind: type[Device] = plugins.load(plugins.DEVICES, name, disable)

@@ -113,10 +113,10 @@ class Pool:
         self._submit_writes(again)
         return Reservation(new, len(span) - len(positions), positions[len(slots) :])
 
-    def commit(self, entries: Sequence[Entry]) -> None:
-        """Publish what was copied in, and write it to the tiers below as the `write` knob says."""
+    def commit(self, entries: Sequence[Entry]) -> str:
+        """Publish what was copied in, and write it to the tiers below as the `write` knob says; "" for success."""
         if not entries:
-            return
+            return ""
         now = time.time_ns()
         for entry in entries:
             entry.stored_at_ns = now
@@ -131,11 +131,19 @@ class Pool:
         self._submit_writes(writes)
         for sink, position, entry in told:
             sink(position, entry, "")
+        return ""
 
-    def abort(self, entries: Sequence[Entry], reason: str) -> None:
-        """Give up reserved slots that were not filled."""
+    def abort(self, entries: Sequence[Entry], reason: str, *, give_slots: bool = True) -> None:
+        """Give up reserved slots that were not filled; without `give_slots` somebody may still write to them."""
         for entry in entries:
-            self._fail(entry, reason, give_slot=True)
+            self._fail(entry, reason, give_slot=give_slots)
+
+    def give_slots(self, entries: Sequence[Entry]) -> None:
+        """What `abort` kept back: nobody writes to these slots any more."""
+        with self._lock:
+            for entry in entries:
+                if entry.slot.extent_id in self.slab.extents:
+                    self.slab.give(entry.slot)
 
     def _publish(self, entries: Sequence[Entry]) -> list[tuple[Sink, int, Entry]]:
         told: list[tuple[Sink, int, Entry]] = []
@@ -249,10 +257,7 @@ class Pool:
             sink(position, ready, "")
 
     def _load_returned(self, item: LoadItem) -> None:
-        entry, _ = item.context
-        with self._lock:
-            if entry.slot.extent_id in self.slab.extents:
-                self.slab.give(entry.slot)
+        self.give_slots([item.context[0]])
 
     # Slots and eviction; all of this under the lock.
 
@@ -407,6 +412,20 @@ class Pool:
             if known:
                 tier.remove(known, "removed")
         return len(found)
+
+    def clear(self, shard_id: bytes) -> int:
+        """Remove what nobody holds of one shard, of all with b"", from every tier; return how many records go."""
+        with self._lock:
+            entries = self._index.entries.values()
+            here = [e for e in entries if e.key.startswith(shard_id) and e.state is State.READY and not e.holds]
+            self._evict(here, "removed")
+        gone = {bytes(entry.key) for entry in here}
+        for tier in self.tiers:
+            known = [key for key in list(tier.known) if key.startswith(shard_id)]
+            gone.update(known)
+            if known:
+                tier.remove([ChunkKey(key) for key in known], "removed")
+        return len(gone)
 
     def drain(self, timeout_s: float) -> bool:
         """Save what is not below yet, then wait for the tiers; False at the timeout."""

@@ -26,9 +26,20 @@ from .pool import Reservation
 log = logging.getLogger(__name__)
 
 MAX_RESULTS: Final = 65_536
+MAX_STORES: Final = 4096
+"""Stores that wait for the mover; further ones are dropped and counted."""
 _COPY_NBYTES: Final = 64 << 20
 """One call of the device copies about this much, so that loads need not wait long behind a store."""
 _FENCE_TIMEOUT_S: Final = 30.0
+
+
+class Mapped(Protocol):
+    """An extent in this process's address space."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
 
 
 class PoolPort(Protocol):
@@ -43,11 +54,11 @@ class PoolPort(Protocol):
     def release(self, request: str) -> None: ...
     def hold_resident(self, chain: Chain, request: str) -> int: ...
     def reserve(self, chain: Chain, shard: Shard, span: range) -> Reservation: ...
-    def commit(self, entries: Sequence[Entry]) -> None: ...
+    def commit(self, entries: Sequence[Entry]) -> str: ...
     def abort(self, entries: Sequence[Entry], reason: str) -> None: ...
     def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink) -> None: ...
     def unhold(self, entries: Sequence[Entry]) -> None: ...
-    def extent(self, entry: Entry) -> Extent: ...
+    def extent(self, entry: Entry) -> Mapped: ...
     def payload(self, entry: Entry) -> memoryview: ...
     def intact(self, entry: Entry) -> bool: ...
     def evict(self, chain: Chain) -> int: ...
@@ -64,6 +75,7 @@ class _Transfer:
     request: str
     span: range
     outstanding: int
+    chain: Chain | None = None
     shard: Shard | None = None
     pages: Pages = ()
     block_ids: Sequence[int] = ()
@@ -107,8 +119,8 @@ class PooledCache(Cache):
         self._running: set[_Transfer] = set()
         self._idle = threading.Condition(self._lock)
         self._closed = False
-        self._registered: set[int] = set()
-        self._ready: queue.SimpleQueue[_Ready | None] = queue.SimpleQueue()
+        self._registered: set[Mapped] = set()
+        self._ready: queue.SimpleQueue[_Ready | Callable[[], None] | None] = queue.SimpleQueue()
         self._stores: deque[_Transfer] = deque()
         self._mover = threading.Thread(target=self._move, name="lmcache-mover", daemon=True)
         self._mover.start()
@@ -156,14 +168,13 @@ class PooledCache(Cache):
         _check_span(chain, shard, span, block_ids)
         transfer = self._begin("store", request, span, 1)
         transfer.shard, transfer.pages, transfer.block_ids, transfer.after = shard, pages, block_ids, after
-        reservation = self._pool.reserve(chain, shard, span)
-        transfer.reservation = reservation
-        transfer.failed = dict.fromkeys(reservation.refused, "no room")
-        if reservation.new:
+        transfer.chain = chain
+        if len(self._stores) >= MAX_STORES:
+            self.metrics.add("drops", len(span), tier="host", reason="queue full")
+            self._end_now(transfer, "queue full")
+        else:
             self._stores.append(transfer)
             self._ready.put((transfer, -1, None, ""))
-        else:
-            self._end(transfer)
         return transfer.job
 
     def prefetch(self, chain: Chain) -> Job:
@@ -171,7 +182,7 @@ class PooledCache(Cache):
         request = f"prefetch {transfer.job.job_id}"
 
         def go() -> None:
-            found = self._pool.lookup(chain, request, go)
+            found = self._pool.lookup(chain, request, lambda: self._ready.put(go))
             if found.pending:
                 return
             span = range(found.restorable[-1] if found.restorable else 0)
@@ -322,6 +333,8 @@ class PooledCache(Cache):
             while True:
                 if item is None:
                     stopping = True
+                elif callable(item):
+                    item()
                 elif item[1] >= 0:
                     arrived.setdefault(item[0], []).append(item)
                 try:
@@ -380,26 +393,35 @@ class PooledCache(Cache):
 
     def _gather_some(self, transfer: _Transfer) -> None:
         """Copy the next part of a store out of the engine; loads that came meanwhile go before the part after it."""
-        assert transfer.shard is not None
-        assert transfer.reservation is not None
-        layout = transfer.shard.layout
+        shard, chain = transfer.shard, transfer.chain
+        assert shard is not None
+        assert chain is not None
+        if transfer.reservation is None:
+            transfer.reservation = self._pool.reserve(chain, shard, transfer.span)
+            transfer.failed = dict.fromkeys(transfer.reservation.refused, "no room")
+        layout = shard.layout
         new = transfer.reservation.new
         count = max(1, _COPY_NBYTES // layout.nbytes)
         part, transfer.reservation.new = new[:count], new[count:]
         ids = [block for position, _ in part for block in transfer.blocks(position)]
         entries = [entry for _, entry in part]
         records = [self._pool.payload(entry) for entry in entries]
-        problem = self._copy(
-            lambda: self._device.gather(transfer.pages, ids, layout, records, after=transfer.after), part
-        )
+        problem = ""
+        if part:
+            problem = self._copy(
+                lambda: self._device.gather(transfer.pages, ids, layout, records, after=transfer.after), part
+            )
         if problem:
             transfer.failed |= dict.fromkeys((position for position, _ in part), problem)
             self._pool.abort(entries, problem)
         else:
-            transfer.nbytes += len(part) * layout.nbytes
             if not transfer.reservation.new:
                 transfer.job._set_gathered()
-            self._pool.commit(entries)
+            problem = self._pool.commit(entries)
+            if problem:
+                transfer.failed |= dict.fromkeys((position for position, _ in part), problem)
+            else:
+                transfer.nbytes += len(part) * layout.nbytes
         if transfer.reservation.new:
             self._ready.put((transfer, -1, None, ""))
         else:
@@ -423,19 +445,27 @@ class PooledCache(Cache):
     def _register(self, part: Iterable[tuple[int, Entry]]) -> None:
         """Pin each extent with the device before its first copy."""
         for _, entry in part:
-            extent_id = entry.slot.extent_id
-            if extent_id not in self._registered:
-                self._registered.add(extent_id)
-                extent = self._pool.extent(entry)
+            extent = self._pool.extent(entry)
+            if extent not in self._registered:
+                self._registered.add(extent)
                 try:
                     self._device.register(extent.address, extent.nbytes)
                 except CacheError as error:
                     log.warning("device %s copies through unpinned memory: %s", self._device_name, error)
 
-    def _unregister(self, extent: Extent) -> None:
-        if extent.extent_id in self._registered:
-            self._registered.discard(extent.extent_id)
-            self._device.unregister(extent.address, extent.nbytes)
+    def _unregister(self, extent: Mapped) -> None:
+        """From any thread: unpin on the mover, after the copies that it has begun."""
+
+        def unregister() -> None:
+            if extent in self._registered:
+                self._registered.discard(extent)
+                self._device.unregister(extent.address, extent.nbytes)
+
+        self._ready.put(unregister)
+
+    def _is_quiet(self) -> bool:
+        """Whether no copy is running or waiting."""
+        return not self._running
 
 
 def _check_span(chain: Chain, shard: Shard, span: range, block_ids: Sequence[int]) -> None:

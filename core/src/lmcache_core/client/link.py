@@ -1,0 +1,180 @@
+"""One connection to a daemon: its socket, the extents it was given, and the questions that wait for an answer."""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import itertools
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from .. import wire
+from ..chain import Model
+from ..errors import BackendUnavailable
+
+_RECV_NBYTES: Final = 1 << 18
+_MAX_FDS: Final = 16
+_SEND_TIMEOUT_S: Final = 1.0
+
+
+class MappedExtent:
+    """An extent of the daemon in our address space.  The map goes when the last view of it does."""
+
+    __slots__ = ("address", "extent_id", "nbytes", "view")
+
+    def __init__(self, extent_id: int, nbytes: int, fd: int) -> None:
+        self.extent_id = extent_id
+        self.nbytes = nbytes
+        if os.fstat(fd).st_size < nbytes:
+            raise wire.WireError(f"extent {extent_id} is smaller than {nbytes} bytes")
+        mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        mapped.madvise(mmap.MADV_DONTFORK)
+        self.view = memoryview(mapped)
+        self.address = int(np.frombuffer(mapped, np.uint8).__array_interface__["data"][0])
+
+
+class Link:
+    """`ask` and `tell` from any thread; one reader thread calls `messages`.  Broken once, it is thrown away."""
+
+    def __init__(self, path: Path, client: str, *, connect_timeout_s: float, quiet: bool) -> None:
+        self.extents: dict[int, MappedExtent] = {}
+        self.broken = ""
+        self._send_lock = threading.Lock()
+        self._answers: dict[int, _Answer] = {}
+        self._models: dict[Model, int] = {}
+        self._calls = itertools.count(1)
+        self._frames = wire.Frames(wire.to_client_decoder())
+        self._fds: list[int] = []
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._sock.settimeout(connect_timeout_s)
+            self._sock.connect(str(path))
+            self._sock.sendall(wire.encode(wire.Hello(wire.PROTOCOL, client, quiet)))
+            welcome = self._first()
+            if isinstance(welcome, wire.Refused):
+                raise wire.WireError(f"the daemon refuses us: {welcome.reason}")
+            if not isinstance(welcome, wire.Welcome) or welcome.protocol != wire.PROTOCOL:
+                raise wire.WireError(f"the daemon's first message is {type(welcome).__name__}")
+            self.boot_id = welcome.boot_id
+            self.daemon_pid = welcome.pid
+            self._sock.settimeout(None)
+            timeout = struct.pack("ll", int(_SEND_TIMEOUT_S), 0)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def model(self, model: Model) -> int:
+        """The number of `model` on this connection; tells the daemon at first."""
+        number = self._models.get(model)
+        if number is None:
+            number = len(self._models) + 1
+            self.tell(wire.Define(number, model))
+            self._models[model] = number
+        return number
+
+    def next_call(self) -> int:
+        return next(self._calls)
+
+    def tell(self, message: object) -> None:
+        """Send without waiting for an answer; BackendUnavailable if the connection is or gets broken."""
+        data = wire.encode(message)
+        with self._send_lock:
+            if self.broken:
+                raise BackendUnavailable(self.broken)
+            try:
+                self._sock.sendall(data)
+            except OSError as error:  # a part may have gone out: nothing more can be sent
+                self.abandon(f"sending failed: {error}")
+                raise BackendUnavailable(self.broken) from error
+
+    def ask(self, call: int, message: object, timeout_s: float) -> wire.Reply:
+        """The answer to a question; BackendUnavailable at the deadline, when `late` will be told of it."""
+        answer = self._answers[call] = _Answer()
+        try:
+            self.tell(message)
+            if not answer.come.wait(timeout_s):
+                raise BackendUnavailable(f"no answer from the daemon in {timeout_s} s")
+        finally:
+            self._answers.pop(call, None)
+        if answer.reply is None:
+            raise BackendUnavailable(self.broken or "the daemon is gone")
+        if isinstance(answer.reply, wire.Failed):
+            raise BackendUnavailable(answer.reply.reason)
+        return answer.reply
+
+    def messages(self) -> Iterator[wire.ToClient]:
+        """Every message that nobody waits for, until the connection breaks (OSError or WireError)."""
+        while True:
+            for message in self._receive():
+                if isinstance(message, wire.ExtentOpened):
+                    self._open(message)
+                elif isinstance(message, wire.Refused):
+                    raise wire.WireError(f"the daemon ends the connection: {message.reason}")
+                elif isinstance(message, wire.Reply) and (answer := self._answers.get(message.call)) is not None:
+                    answer.reply = message
+                    answer.come.set()
+                else:
+                    yield message
+
+    def abandon(self, reason: str) -> None:
+        """Break the connection; the reader ends soon."""
+        self.broken = self.broken or reason
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def close(self, reason: str) -> None:
+        """By the reader, at its end: wake who waits and give the descriptors back."""
+        self.broken = self.broken or reason
+        for answer in list(self._answers.values()):
+            answer.come.set()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._sock.close()
+
+    def _first(self) -> wire.ToClient:
+        while True:
+            for message in self._receive():
+                return message
+
+    def _receive(self) -> list[wire.ToClient]:
+        size = array.array("i").itemsize
+        data, ancillary, _, _ = self._sock.recvmsg(_RECV_NBYTES, socket.CMSG_LEN(_MAX_FDS * size))
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(payload[: len(payload) - len(payload) % size])
+                for fd in fds:
+                    fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+                    self._fds.append(fd)
+        if not data:
+            raise ConnectionResetError("the daemon closed the connection")
+        return list(self._frames.feed(data))
+
+    def _open(self, message: wire.ExtentOpened) -> None:
+        if not self._fds:
+            raise wire.WireError(f"extent {message.extent_id} came without its descriptor")
+        fd = self._fds.pop(0)
+        try:
+            self.extents[message.extent_id] = MappedExtent(message.extent_id, message.nbytes, fd)
+        finally:
+            os.close(fd)
+
+
+class _Answer:
+    __slots__ = ("come", "reply")
+
+    def __init__(self) -> None:
+        self.come = threading.Event()
+        self.reply: wire.Reply | None = None

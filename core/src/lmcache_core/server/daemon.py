@@ -1,0 +1,310 @@
+"""The daemon's process: a Unix socket, its connections, signals, and the order in which it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import grp
+import logging
+import os
+import signal
+import socket
+import stat
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+from typing import Final
+
+from .. import wire
+from ..buffers import Extent
+from ..config import CacheConfig, ServerConfig
+from ..errors import ConfigError
+from ..events import Events
+from ..local import Prefaults, add_pool_gauges
+from ..metrics import Metrics
+from ..opening import open_pool
+from ..pool import Pool
+from .http import HttpServer
+from .quarantine import Quarantine, open_peer_pidfd
+from .session import MAX_UNSENT_NBYTES, Session, peer_of
+
+log = logging.getLogger(__name__)
+
+_RECV_NBYTES: Final = 1 << 18
+_HELLO_TIMEOUT_S: Final = 5.0
+_DRAIN_TIMEOUT_S: Final = 60.0
+
+
+class Daemon:
+    """One pool behind one socket.  `run()` returns when `stop()` was called or SIGTERM or SIGINT came."""
+
+    def __init__(self, config: CacheConfig, *, socket_path: Path | None = None) -> None:
+        self._server = config.server
+        self.socket_path = socket_path or default_socket(config.server)
+        self.metrics = Metrics()
+        self._pool, self._events = open_pool(config, self.metrics)
+        self._prefaults = Prefaults()
+        self._pool.slab.on_grow = self._prefaults.start
+        self._pool.slab.on_drop = self._extent_dropped
+        add_pool_gauges(self.metrics, self._pool)
+        self.metrics.gauge("clients", "Connections now.", lambda: {(): float(len(self._sessions))})
+        self._sessions: dict[int, Session] = {}
+        self._draining = False
+        self._next = 1
+        self.ready = asyncio.Event()
+
+    async def run(self, *, handle_signals: bool = True) -> None:
+        """Serve until told to stop, then write what is not written, end the connections and close the pool."""
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._stop = asyncio.Event()
+        self._quarantine = Quarantine(self._pool, loop)
+        if handle_signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self.stop)
+        listener = bind(self.socket_path, self._server)
+        http = HttpServer.start(self._server.http, self.metrics, self._readiness)
+        tasks: set[asyncio.Task[None]] = set()
+        try:
+            accept = loop.create_task(self._accept(listener, tasks))
+            log.info("serving on %s, boot id %s%s", self.socket_path, self._pool.boot_id, f", {http}" if http else "")
+            notify_systemd("READY=1")
+            self.ready.set()
+            await self._stop.wait()
+            notify_systemd("STOPPING=1")
+            self._draining = True
+            accept.cancel()
+            await loop.run_in_executor(None, self._pool.drain, _DRAIN_TIMEOUT_S)
+        finally:
+            listener.close()
+            with contextlib.suppress(FileNotFoundError):
+                self.socket_path.unlink()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._quarantine.close()
+            if http is not None:
+                http.close()
+            await loop.run_in_executor(None, self.close)
+
+    def stop(self) -> None:
+        """On the loop's thread."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """Close the pool; what `run` does at its end."""
+        self._prefaults.join()
+        self._pool.close()
+        self._events.close()
+
+    def status(self) -> dict[str, object]:
+        """What `lmc status` shows."""
+        records, in_use, used = self._pool.usage()
+        return {
+            "boot_id": self._pool.boot_id,
+            "pid": os.getpid(),
+            "socket": str(self.socket_path),
+            "draining": self._draining,
+            "clients": len(self._sessions),
+            "leases": self._pool.leases.count(),
+            "quarantined_slots": len(self._quarantine),
+            "records": records,
+            "records_in_use": in_use,
+            "used_nbytes": used,
+            "capacity_nbytes": self._pool.slab.capacity_nbytes,
+            "tiers": [asdict(tier.status()) for tier in self._pool.tiers],
+        }
+
+    def _readiness(self) -> str:
+        """"" when the tiers are usable, else which are not."""
+        down = [tier.name for tier in self._pool.tiers if not tier.ready]
+        return "draining" if self._draining else f"tiers down: {', '.join(down)}" if down else ""
+
+    def _extent_dropped(self, extent: Extent) -> None:
+        """From any thread, under the pool's lock."""
+        self._loop.call_soon_threadsafe(self._tell_dropped, extent.extent_id)
+
+    def _tell_dropped(self, extent_id: int) -> None:
+        for session in self._sessions.values():
+            session.extent_dropped(extent_id)
+
+    async def _accept(self, listener: socket.socket, tasks: set[asyncio.Task[None]]) -> None:
+        while True:
+            try:
+                sock, _ = await self._loop.sock_accept(listener)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                log.warning("no descriptor left for another connection: %s", error)
+                await asyncio.sleep(0.1)
+                continue
+            sock.setblocking(False)
+            if len(tasks) >= self._server.max_clients:
+                sock.close()
+                continue
+            task = self._loop.create_task(self._serve(sock))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        pid, uid, _ = peer_of(sock)
+        pidfd = open_peer_pidfd(sock, pid)
+        writer = Writer(sock, self._loop)
+        session = Session(self._next, self._pool, self._loop, writer.send, self.status, lambda: self._draining)
+        self._next += 1
+        frames = wire.Frames(wire.to_daemon_decoder())
+        try:
+            if (allowed := self._server.allowed_uids or (os.getuid(), 0)) and uid not in allowed:
+                raise wire.WireError(f"uid {uid} is not among server.allowed_uids {allowed}")
+            welcomed = False
+            while True:
+                limit = None if welcomed else _HELLO_TIMEOUT_S
+                data = await asyncio.wait_for(self._loop.sock_recv(sock, _RECV_NBYTES), limit)
+                if not data:
+                    return
+                for message in frames.feed(data):
+                    if welcomed:
+                        self._handle(session, message)
+                    else:
+                        self._welcome(session, message)
+                        welcomed = True
+                        self._sessions[session.number] = session
+                if writer.unsent_nbytes > MAX_UNSENT_NBYTES:
+                    raise wire.WireError("the client does not read its answers")
+        except wire.WireError as error:
+            log.warning("connection %d (pid %d) is refused: %s", session.number, pid, error)
+            writer.send(wire.encode(wire.Refused(str(error))), None)
+        except (OSError, TimeoutError) as error:
+            log.info("connection %d (pid %d) is gone: %r", session.number, pid, error)
+        finally:
+            self._sessions.pop(session.number, None)
+            self._quarantine.add(session.client, list(session.close().values()), pidfd)
+            await writer.close()
+            sock.close()
+
+    def _welcome(self, session: Session, message: wire.ToDaemon) -> None:
+        if not isinstance(message, wire.Hello):
+            raise wire.WireError(f"the first message is {type(message).__name__}, not Hello")
+        if message.protocol != wire.PROTOCOL:
+            raise wire.WireError(
+                f"the client speaks protocol {message.protocol}, this daemon {wire.PROTOCOL}: "
+                "upgrade lmcache-core on the older side"
+            )
+        session.client = message.client
+        if message.quiet:
+            self._quarantine.released_by(message.client)
+        session.send(wire.Welcome(wire.PROTOCOL, self._pool.boot_id, os.getpid()))
+
+    def _handle(self, session: Session, message: wire.ToDaemon) -> None:
+        if isinstance(message, wire.Drain):
+            self._draining = self._draining or message.refuse_new
+            drained = self._loop.run_in_executor(None, self._pool.drain, min(message.timeout_s, 3600.0))
+            call = message.call
+            drained.add_done_callback(lambda done: session.send(wire.Count(call, int(done.result()))))
+            return
+        session.handle(message)
+
+
+class Writer:
+    """Sends frames in their order, some of which carry a descriptor, without ever blocking the loop."""
+
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        self._sock = sock
+        self._loop = loop
+        self._queue: deque[tuple[bytes, int | None]] = deque()
+        self._waiting = False
+        self._broken = False
+        self.unsent_nbytes = 0
+
+    def send(self, data: bytes, fd: int | None) -> None:
+        if self._broken:
+            return
+        self._queue.append((data, fd))
+        self.unsent_nbytes += len(data)
+        if not self._waiting:
+            self._push()
+
+    async def close(self, timeout_s: float = 1.0) -> None:
+        """Give the last frames a moment to leave."""
+        deadline = self._loop.time() + timeout_s
+        while self._queue and not self._broken and self._loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        self._stop()
+
+    def _push(self) -> None:
+        try:
+            while self._queue:
+                data, fd = self._queue[0]
+                sent = self._sock.send(data) if fd is None else socket.send_fds(self._sock, [data], [fd])
+                self.unsent_nbytes -= sent
+                if sent < len(data):
+                    self._queue[0] = (data[sent:], None)
+                else:
+                    self._queue.popleft()
+        except BlockingIOError:
+            if not self._waiting:
+                self._waiting = True
+                self._loop.add_writer(self._sock, self._push)
+            return
+        except OSError:
+            self._broken = True
+            self._queue.clear()
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._waiting:
+            self._waiting = False
+            self._loop.remove_writer(self._sock)
+
+
+def default_socket(server: ServerConfig) -> Path:
+    """The configured socket, else one in the user's or the system's run directory."""
+    if server.socket:
+        return Path(server.socket).expanduser()
+    run = os.environ.get("XDG_RUNTIME_DIR")
+    if run:
+        return Path(run) / "lmcache" / "lmcache.sock"
+    return Path("/run/lmcache/lmcache.sock") if os.getuid() == 0 else Path(f"/tmp/lmcache-{os.getuid()}/lmcache.sock")
+
+
+def bind(path: Path, server: ServerConfig) -> socket.socket:
+    """Listen on `path`; a socket that nobody serves is replaced, one that is served is an error."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists() or path.is_symlink():
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise ConfigError(f"server.socket: {path} exists and is not a socket; remove it or name another path")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(1.0)
+                if probe.connect_ex(str(path)) == 0:
+                    raise ConfigError(f"server.socket: another daemon serves {path}; stop it or name another path")
+            path.unlink()
+        before = os.umask(0o777 & ~server.socket_mode)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(before)
+        path.chmod(server.socket_mode)
+        if server.socket_group:
+            os.chown(path, -1, grp.getgrnam(server.socket_group).gr_gid)
+        sock.listen(1024)
+        sock.setblocking(False)
+    except (OSError, KeyError) as error:
+        sock.close()
+        raise ConfigError(f"server.socket: cannot listen on {path}: {error}") from error
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def notify_systemd(state: str) -> None:
+    """Tell the service manager, where one listens."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
+        sock.connect("\0" + address[1:] if address.startswith("@") else address)
+        sock.sendall(state.encode())

@@ -1,0 +1,257 @@
+"""One connection to the daemon: what it may touch, what it holds, and what becomes of that when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from .. import wire
+from ..chain import Chain, Model, Shard
+from ..index import Entry
+from ..pool import Pool
+
+log = logging.getLogger(__name__)
+
+MAX_MODELS: Final = 1024
+MAX_UNSENT_NBYTES: Final = 64 << 20
+"""A client that does not read its answers is dropped at this backlog."""
+
+
+class Session:
+    """Runs on the daemon's loop; only sinks and callbacks of the pool come from other threads."""
+
+    def __init__(
+        self,
+        number: int,
+        pool: Pool,
+        loop: asyncio.AbstractEventLoop,
+        send: Callable[[bytes, int | None], None],
+        status: Callable[[], dict[str, object]],
+        is_draining: Callable[[], bool],
+    ) -> None:
+        self.number = number
+        self.client = ""
+        self.requests: set[str] = set()
+        self.reserved: dict[int, Entry] = {}
+        """Slots that this client is writing, by generation."""
+        self.held: dict[int, Entry] = {}
+        self._counts: Counter[int] = Counter()
+        self._pool = pool
+        self._loop = loop
+        self._send_bytes = send
+        self._status = status
+        self._is_draining = is_draining
+        self._models: dict[int, Model] = {}
+        self._extents: set[int] = set()
+        self._arrivals: deque[tuple[int, int, Entry | None, str]] = deque()
+        self._flush_planned = False
+        self._closed = False
+
+    def handle(self, message: wire.ToDaemon) -> None:
+        """Answer one message; WireError ends the connection."""
+        match message:
+            case wire.Lookup():
+                self._lookup(message)
+            case wire.Acquire():
+                self._acquire(message)
+            case wire.Unhold():
+                self._unhold(message.generations)
+            case wire.Release():
+                self._pool.release(self._name(message.request))
+                self.requests.discard(message.request)
+            case wire.Reserve():
+                self._reserve(message)
+            case wire.Commit():
+                entries = self._take_reserved(message.generations)
+                self._pool.commit(entries)
+                self.send(wire.Count(message.call, len(entries)))
+            case wire.Abort():
+                self._pool.abort(self._take_reserved(message.generations), message.reason)
+            case wire.Define():
+                if len(self._models) >= MAX_MODELS and message.model not in self._models:
+                    raise wire.WireError(f"more than {MAX_MODELS} models on one connection")
+                self._models[message.model] = message.definition
+            case wire.Hold():
+                chain = Chain(self._model(message.model), wire.split_digests(message.digests))
+                self.requests.add(message.request)
+                count = self._pool.hold_resident(chain, self._name(message.request))
+                self.send(wire.Count(message.call, count))
+            case wire.Evict():
+                chain = Chain(self._model(message.model), wire.split_digests(message.digests))
+                self.send(wire.Count(message.call, self._pool.evict(chain)))
+            case wire.Clear():
+                self.send(wire.Count(message.call, self._pool.clear(message.shard_id)))
+            case wire.Status():
+                self.send(wire.StatusReply(message.call, self._status()))
+            case wire.Hello() | wire.Drain():
+                raise wire.WireError(f"unexpected {type(message).__name__}")
+
+    def send(self, message: object) -> None:
+        self._send_bytes(wire.encode(message), None)
+
+    def extent_dropped(self, extent_id: int) -> None:
+        if extent_id in self._extents:
+            self._extents.discard(extent_id)
+            self.send(wire.ExtentDropped(extent_id))
+
+    def close(self) -> dict[int, Entry]:
+        """End every lease and hold; what the client may still be writing is returned, out of the index."""
+        self._closed = True
+        for request in self.requests:
+            self._pool.release(self._name(request))
+        self.requests.clear()
+        for generation, entry in self.held.items():
+            self._pool.unhold([entry] * self._counts[generation])
+        self.held.clear()
+        while self._arrivals:
+            _, _, entry, _ = self._arrivals.popleft()
+            if entry is not None:
+                self._pool.unhold([entry])
+        reserved, self.reserved = self.reserved, {}
+        self._pool.abort(list(reserved.values()), "the client is gone", give_slots=False)
+        return reserved
+
+    def _name(self, request: str) -> str:
+        return f"{self.number}/{request}"
+
+    def _model(self, number: int) -> Model:
+        model = self._models.get(number)
+        if model is None:
+            raise wire.WireError(f"model {number} was not defined")
+        return model
+
+    def _shard(self, model: Model, number: int) -> Shard:
+        shards = model.shards
+        if not 0 <= number < len(shards):
+            raise wire.WireError(f"shard {number} of a model with {len(shards)}")
+        return shards[number]
+
+    def _lookup(self, message: wire.Lookup) -> None:
+        model = self._model(message.model)
+        digests = wire.split_digests(message.digests)
+        tail = max(0, min(message.tokens - len(digests) * model.family.chunk_tokens, model.family.chunk_tokens))
+        chain = Chain(model, digests, bytes(4 * tail))
+        request = message.request
+        self.requests.add(request)
+        answered = partial(self._loop.call_soon_threadsafe, self._answered, request)
+        found = self._pool.lookup(chain, self._name(request), answered)
+        longest = found.restorable[-1] if found.restorable else 0
+        lengths = None if len(found.restorable) == longest else list(found.restorable)
+        self.send(
+            wire.FoundReply(message.call, found.resident, longest, lengths, found.pending, found.lease_id)
+        )
+
+    def _answered(self, request: str) -> None:
+        if not self._closed:
+            self.send(wire.Answered(request))
+
+    def _reserve(self, message: wire.Reserve) -> None:
+        model = self._model(message.model)
+        shard = self._shard(model, message.shard)
+        chain = Chain(model, wire.split_digests(message.digests))
+        if not 0 <= message.start <= len(chain):
+            raise wire.WireError(f"a span that starts at {message.start} of {len(chain)} chunks")
+        span = range(message.start, len(chain))
+        if self._is_draining():
+            self.send(wire.Reserved(message.call, [], [], [], 0, list(range(len(span)))))
+            return
+        reservation = self._pool.reserve(chain, shard, span)
+        entries = [entry for _, entry in reservation.new]
+        self.reserved |= {entry.generation: entry for entry in entries}
+        self._open_extents(entries)
+        self.send(
+            wire.Reserved(
+                message.call,
+                [position for position, _ in reservation.new],
+                [_slot(entry) for entry in entries],
+                [entry.generation for entry in entries],
+                reservation.skipped,
+                reservation.refused,
+            )
+        )
+
+    def _take_reserved(self, generations: list[int]) -> list[Entry]:
+        try:
+            return [self.reserved.pop(generation) for generation in generations]
+        except KeyError as error:
+            raise wire.WireError(f"generation {error} was not reserved by this connection") from error
+
+    def _acquire(self, message: wire.Acquire) -> None:
+        model = self._model(message.model)
+        shard = self._shard(model, message.shard)
+        digests = wire.split_digests(message.digests)
+        if not 0 <= message.start <= 1 << 24:
+            raise wire.WireError(f"a span that starts at {message.start}")
+        chain = Chain(model, (b"",) * message.start + digests)
+        span = range(message.start, len(chain))
+        self._pool.acquire(chain, shard, span, partial(self._arrived, message.job))
+
+    def _arrived(self, job: int, position: int, entry: Entry | None, reason: str) -> None:
+        """From any thread: collect what has arrived, and tell the client in one message."""
+        self._arrivals.append((job, position, entry, reason))
+        if not self._flush_planned:
+            self._flush_planned = True
+            self._loop.call_soon_threadsafe(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_planned = False
+        arrived: dict[int, list[tuple[int, Entry]]] = {}
+        lost: dict[int, list[tuple[int, str]]] = {}
+        while self._arrivals:
+            job, position, entry, reason = self._arrivals.popleft()
+            if entry is None:
+                lost.setdefault(job, []).append((position, reason))
+            elif self._closed:
+                self._pool.unhold([entry])
+            else:
+                self.held[entry.generation] = entry
+                self._counts[entry.generation] += 1
+                arrived.setdefault(job, []).append((position, entry))
+        if self._closed:
+            return
+        for job, found in arrived.items():
+            entries = [entry for _, entry in found]
+            self._open_extents(entries)
+            positions = [position for position, _ in found]
+            generations = [entry.generation for entry in entries]
+            self.send(wire.Arrived(job, positions, [_slot(entry) for entry in entries], generations))
+        for job, missing in lost.items():
+            self.send(wire.Lost(job, [position for position, _ in missing], [reason for _, reason in missing]))
+
+    def _unhold(self, generations: list[int]) -> None:
+        entries = []
+        for generation in generations:
+            entry = self.held.get(generation)
+            if entry is None:
+                raise wire.WireError(f"generation {generation} is not held by this connection")
+            self._counts[generation] -= 1
+            if not self._counts[generation]:
+                del self._counts[generation], self.held[generation]
+            entries.append(entry)
+        self._pool.unhold(entries)
+
+    def _open_extents(self, entries: list[Entry]) -> None:
+        for entry in entries:
+            extent_id = entry.slot.extent_id
+            if extent_id not in self._extents:
+                self._extents.add(extent_id)
+                extent = self._pool.extent(entry)
+                self._send_bytes(wire.encode(wire.ExtentOpened(extent_id, extent.nbytes)), extent.fd)
+
+
+def _slot(entry: Entry) -> tuple[int, int, int]:
+    return entry.slot.extent_id, entry.slot.offset, entry.slot.nbytes
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int, int]:
+    """(pid, uid, gid) of the process at the other end of a Unix socket; pid 0 if it is in a namespace beside ours."""
+    import struct
+
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, gid = struct.unpack("3i", raw)
+    return pid, uid, gid
