@@ -27,9 +27,10 @@ LAYERS = (
     {"tier"},
     {"leases"},
     {"pool"},
-    {"pooled"},
-    {"local", "server", "client"},
+    {"wire", "pooled"},
+    {"local", "client"},
     {"opening"},
+    {"server"},
     {"testing"},
     {"cli"},
 )

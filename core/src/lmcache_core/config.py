@@ -35,6 +35,7 @@ FILE_VARIABLE: Final = "LMCACHE_CONFIG"
 PREFIX: Final = "LMCACHE__"
 MAX_TIERS: Final = 16
 _TIER_NAME: Final = re.compile(r"[a-z](?:[-_]?[a-z0-9]){0,31}")
+_MODE: Final = re.compile(r"0?[0-7]{3}")
 _PLUGIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}(@[A-Za-z0-9][A-Za-z0-9_.-]{0,127})?")
 _URL_PASSWORD: Final = re.compile(r"(://[^/@\s:]*:)[^@/\s]+(?=@)")
 
@@ -78,6 +79,31 @@ class PluginsConfig:
                 _check_plugin_name(key, name)
 
 
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How the daemon is reached: a Unix socket, and HTTP on loopback for health and metrics."""
+
+    socket: str = ""
+    """Path; empty for lmcache/lmcache.sock in $XDG_RUNTIME_DIR or the system's run directory."""
+    socket_mode: str = "0600"
+    socket_group: str = ""
+    allowed_uids: tuple[int, ...] = ()
+    """Who may connect; empty for the daemon's own user and root."""
+    max_clients: int = 1024
+    http: str = ""
+    """"127.0.0.1:9464", say; empty for none."""
+
+    def __post_init__(self) -> None:
+        if not _MODE.fullmatch(self.socket_mode):
+            raise FieldError("socket_mode", f'{self.socket_mode!r} is not an octal mode; write e.g. "0660"')
+        if not 1 <= self.max_clients <= 65_536:
+            raise FieldError("max_clients", f"must be 1 to 65,536, got {self.max_clients}")
+
+    @property
+    def mode(self) -> int:
+        return int(self.socket_mode, 8)
+
+
 def _default_tiers() -> tuple[TierConfig, ...]:
     return (TierConfig("host", MEMORY, capacity_nbytes=1 << 30),)
 
@@ -94,6 +120,7 @@ class CacheConfig:
     key_secret: str = field(default="", repr=False)
     tiers: tuple[TierConfig, ...] = field(default_factory=_default_tiers)
     plugins: PluginsConfig = PluginsConfig()
+    server: ServerConfig = ServerConfig()
     origins: Origins = field(default_factory=dict, repr=False, compare=False, metadata=NOT_CONFIGURED)
     """Where each value came from, by key path; what is missing has its default."""
 

@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
-from .buffers import Extent
 from .cache import Cache, Hit, Job, JobResult
 from .chain import Chain, Shard
 from .device import Device, Fence, Pages
@@ -231,6 +231,10 @@ class PooledCache(Cache):
         self._ready.put(None)
         self._mover.join()
         self._pool.close()
+        while not self._ready.empty():
+            self._ready.get()
+        for extent in list(self._registered):
+            self._unregister(extent)
         self._device.close()
         for transfer in list(self._running):
             self._end_now(transfer, "the cache was closed")
@@ -444,24 +448,27 @@ class PooledCache(Cache):
 
     def _register(self, part: Iterable[tuple[int, Entry]]) -> None:
         """Pin each extent with the device before its first copy."""
-        for _, entry in part:
-            extent = self._pool.extent(entry)
-            if extent not in self._registered:
+        for extent in {self._pool.extent(entry) for _, entry in part}:
+            with self._lock:
+                if extent in self._registered:
+                    continue
                 self._registered.add(extent)
-                try:
-                    self._device.register(extent.address, extent.nbytes)
-                except CacheError as error:
-                    log.warning("device %s copies through unpinned memory: %s", self._device_name, error)
+            try:
+                self._device.register(extent.address, extent.nbytes)
+            except CacheError as error:
+                log.warning("device %s copies through unpinned memory: %s", self._device_name, error)
 
     def _unregister(self, extent: Mapped) -> None:
-        """From any thread: unpin on the mover, after the copies that it has begun."""
+        """Unpin an extent that no copy uses."""
+        with self._lock:
+            if extent not in self._registered:
+                return
+            self._registered.discard(extent)
+        self._device.unregister(extent.address, extent.nbytes)
 
-        def unregister() -> None:
-            if extent in self._registered:
-                self._registered.discard(extent)
-                self._device.unregister(extent.address, extent.nbytes)
-
-        self._ready.put(unregister)
+    def _unregister_later(self, extent: Mapped) -> None:
+        """Unpin after the copies that the mover has begun."""
+        self._ready.put(partial(self._unregister, extent))
 
     def _is_quiet(self) -> bool:
         """Whether no copy is running or waiting."""

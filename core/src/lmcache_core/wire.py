@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 import msgspec
 
@@ -15,6 +15,7 @@ PROTOCOL: Final = 1
 MAX_FRAME_NBYTES: Final = 16 << 20
 """Half a million chunks in one message."""
 _LENGTH: Final = struct.Struct("<I")
+T = TypeVar("T")
 
 
 class WireError(CacheError):
@@ -219,7 +220,6 @@ Reply = FoundReply | Reserved | Count | StatusReply | Failed
 ToClient = Welcome | Refused | ExtentOpened | ExtentDropped | Answered | Arrived | Lost | Reply
 
 _encoder: Final = msgspec.msgpack.Encoder()
-T = TypeVar("T")
 
 
 def to_daemon_decoder() -> msgspec.msgpack.Decoder[ToDaemon]:
@@ -238,7 +238,7 @@ def encode(message: object) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class Frames:
+class Frames(Generic[T]):
     """Cuts a byte stream into messages; holds at most one frame.  WireError for anything malformed or too large."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], max_nbytes: int = MAX_FRAME_NBYTES) -> None:
@@ -246,7 +246,7 @@ class Frames:
         self._max_nbytes = max_nbytes
         self._buffer = bytearray()
 
-    def feed(self, data: bytes | memoryview) -> Iterator[T]:  # type: ignore[type-var, misc]
+    def feed(self, data: bytes | memoryview) -> Iterator[T]:
         """Every message that is complete now."""
         self._buffer += data
         start = 0
@@ -263,9 +263,9 @@ class Frames:
         finally:
             del self._buffer[:start]
 
-    def _decode(self, body: bytes) -> T:  # type: ignore[type-var]
+    def _decode(self, body: bytes) -> T:
         try:
-            return self._decoder.decode(body)  # type: ignore[return-value]
+            return self._decoder.decode(body)
         except (msgspec.MsgspecError, ValueError, CacheError, RecursionError) as error:
             raise WireError(f"not a message of ours: {error}") from error
 

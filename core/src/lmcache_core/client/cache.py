@@ -17,9 +17,11 @@ class RemoteCache(PooledCache):
 
     _pool: RemotePool
 
-    def __init__(self, pool: RemotePool, device: Device, *, metrics: Metrics, events: Events, device_name: str = "") -> None:
+    def __init__(
+        self, pool: RemotePool, device: Device, *, metrics: Metrics, events: Events, device_name: str = ""
+    ) -> None:
         super().__init__(pool, device, metrics=metrics, events=events, device_name=device_name)
-        pool.on_drop = self._unregister
+        pool.on_drop = self._unregister_later
         pool.is_quiet = self._is_quiet
 
     @property

@@ -193,9 +193,7 @@ class RemotePool:
         with self._lock:
             self._jobs += 1
             job = self._jobs
-            self._wanted[job] = _Wanted(
-                link, sink, keys, shard, span.start, time.monotonic() + self._load_timeout_s
-            )
+            self._wanted[job] = _Wanted(link, sink, keys, shard, span.start, time.monotonic() + self._load_timeout_s)
             self._changed.notify_all()
         digests = b"".join(chain.digests[span.start : span.stop])
         try:
@@ -295,7 +293,7 @@ class RemotePool:
         self, link: Link, key: ChunkKey, slot: tuple[int, int, int], shard: Shard, depth: int, generation: int
     ) -> RemoteEntry | None:
         extent = link.extents.get(slot[0])
-        fits = extent is not None and 0 <= slot[1] and slot[1] + slot[2] <= extent.nbytes
+        fits = extent is not None and slot[1] >= 0 and slot[1] + slot[2] <= extent.nbytes
         if extent is None or not fits or slot[2] < frame.record_nbytes(shard.layout.nbytes):
             link.abandon(f"the daemon named slot {slot}, which we do not have")
             return None
@@ -307,9 +305,7 @@ class RemotePool:
         attempt = 0
         while not self._closing:
             try:
-                link = Link(
-                    self.path, self._client, connect_timeout_s=self._connect_timeout_s, quiet=self.is_quiet()
-                )
+                link = Link(self.path, self._client, connect_timeout_s=self._connect_timeout_s, quiet=self.is_quiet())
             except (OSError, CacheError) as error:
                 self._say_down(f"cannot reach it: {error}")
                 with self._lock:
@@ -345,7 +341,9 @@ class RemotePool:
             self._lose(job, "the daemon is gone")
         for callback in callbacks:
             callback()
-        for extent in link.extents.values():
+        extents = list(link.extents.values())
+        link.extents.clear()
+        for extent in extents:
             self.on_drop(extent)
 
     def _say_down(self, reason: str) -> None:

@@ -20,11 +20,9 @@ from .. import wire
 from ..buffers import Extent
 from ..config import CacheConfig, ServerConfig
 from ..errors import ConfigError
-from ..events import Events
 from ..local import Prefaults, add_pool_gauges
 from ..metrics import Metrics
 from ..opening import open_pool
-from ..pool import Pool
 from .http import HttpServer
 from .quarantine import Quarantine, open_peer_pidfd
 from .session import MAX_UNSENT_NBYTES, Session, peer_of
@@ -65,24 +63,26 @@ class Daemon:
                 loop.add_signal_handler(number, self.stop)
         listener = bind(self.socket_path, self._server)
         http = HttpServer.start(self._server.http, self.metrics, self._readiness)
-        tasks: set[asyncio.Task[None]] = set()
+        tasks: dict[asyncio.Task[None], socket.socket] = {}
         try:
-            accept = loop.create_task(self._accept(listener, tasks))
+            loop.add_reader(listener, self._accept, listener, tasks)
             log.info("serving on %s, boot id %s%s", self.socket_path, self._pool.boot_id, f", {http}" if http else "")
             notify_systemd("READY=1")
             self.ready.set()
             await self._stop.wait()
             notify_systemd("STOPPING=1")
             self._draining = True
-            accept.cancel()
+            loop.remove_reader(listener)
             await loop.run_in_executor(None, self._pool.drain, _DRAIN_TIMEOUT_S)
         finally:
+            loop.remove_reader(listener)
             listener.close()
             with contextlib.suppress(FileNotFoundError):
                 self.socket_path.unlink()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # the tasks' callbacks close their sockets
             self._quarantine.close()
             if http is not None:
                 http.close()
@@ -117,7 +117,7 @@ class Daemon:
         }
 
     def _readiness(self) -> str:
-        """"" when the tiers are usable, else which are not."""
+        """ "" when the tiers are usable, else which are not."""
         down = [tier.name for tier in self._pool.tiers if not tier.ready]
         return "draining" if self._draining else f"tiers down: {', '.join(down)}" if down else ""
 
@@ -129,23 +129,25 @@ class Daemon:
         for session in self._sessions.values():
             session.extent_dropped(extent_id)
 
-    async def _accept(self, listener: socket.socket, tasks: set[asyncio.Task[None]]) -> None:
-        while True:
-            try:
-                sock, _ = await self._loop.sock_accept(listener)
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    raise
+    def _accept(self, listener: socket.socket, tasks: dict[asyncio.Task[None], socket.socket]) -> None:
+        """Called when somebody waits: not a coroutine, whose cancelling could lose a socket."""
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
                 log.warning("no descriptor left for another connection: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            sock.setblocking(False)
-            if len(tasks) >= self._server.max_clients:
-                sock.close()
-                continue
-            task = self._loop.create_task(self._serve(sock))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+                self._loop.remove_reader(listener)
+                self._loop.call_later(0.1, self._loop.add_reader, listener, self._accept, listener, tasks)
+            return
+        sock.setblocking(False)
+        if len(tasks) >= self._server.max_clients:
+            with contextlib.suppress(OSError):
+                sock.send(wire.encode(wire.Refused(f"{len(tasks)} clients are connected, which is the limit")))
+            sock.close()
+            return
+        task = self._loop.create_task(self._serve(sock))
+        tasks[task] = sock
+        task.add_done_callback(lambda done: tasks.pop(done).close())
 
     async def _serve(self, sock: socket.socket) -> None:
         pid, uid, _ = peer_of(sock)
@@ -181,7 +183,6 @@ class Daemon:
             self._sessions.pop(session.number, None)
             self._quarantine.add(session.client, list(session.close().values()), pidfd)
             await writer.close()
-            sock.close()
 
     def _welcome(self, session: Session, message: wire.ToDaemon) -> None:
         if not isinstance(message, wire.Hello):
@@ -281,12 +282,12 @@ def bind(path: Path, server: ServerConfig) -> socket.socket:
                 if probe.connect_ex(str(path)) == 0:
                     raise ConfigError(f"server.socket: another daemon serves {path}; stop it or name another path")
             path.unlink()
-        before = os.umask(0o777 & ~server.socket_mode)
+        before = os.umask(0o777 & ~server.mode)
         try:
             sock.bind(str(path))
         finally:
             os.umask(before)
-        path.chmod(server.socket_mode)
+        path.chmod(server.mode)
         if server.socket_group:
             os.chown(path, -1, grp.getgrnam(server.socket_group).gr_gid)
         sock.listen(1024)

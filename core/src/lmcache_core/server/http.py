@@ -36,7 +36,7 @@ class HttpServer:
             raise ConfigError(f"server.http: {address} is not on loopback; put a proxy with authentication before it")
 
         class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:  # noqa: N802  # the name is the library's
+            def do_GET(self) -> None:  # the name is the library's
                 if self.path == "/healthz":
                     self._answer(200, "alive\n")
                 elif self.path == "/readyz":
@@ -55,7 +55,7 @@ class HttpServer:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the name is the library's
+            def log_message(self, format: str, *args: object) -> None:  # the name is the library's
                 return None
 
         try:

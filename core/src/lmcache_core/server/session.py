@@ -109,9 +109,9 @@ class Session:
             self._pool.unhold([entry] * self._counts[generation])
         self.held.clear()
         while self._arrivals:
-            _, _, entry, _ = self._arrivals.popleft()
-            if entry is not None:
-                self._pool.unhold([entry])
+            _, _, arrived, _ = self._arrivals.popleft()
+            if arrived is not None:
+                self._pool.unhold([arrived])
         reserved, self.reserved = self.reserved, {}
         self._pool.abort(list(reserved.values()), "the client is gone", give_slots=False)
         return reserved
@@ -138,13 +138,14 @@ class Session:
         chain = Chain(model, digests, bytes(4 * tail))
         request = message.request
         self.requests.add(request)
-        answered = partial(self._loop.call_soon_threadsafe, self._answered, request)
+
+        def answered() -> None:
+            self._loop.call_soon_threadsafe(self._answered, request)
+
         found = self._pool.lookup(chain, self._name(request), answered)
         longest = found.restorable[-1] if found.restorable else 0
         lengths = None if len(found.restorable) == longest else list(found.restorable)
-        self.send(
-            wire.FoundReply(message.call, found.resident, longest, lengths, found.pending, found.lease_id)
-        )
+        self.send(wire.FoundReply(message.call, found.resident, longest, lengths, found.pending, found.lease_id))
 
     def _answered(self, request: str) -> None:
         if not self._closed:
