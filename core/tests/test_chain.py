@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import FrozenInstanceError
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ def test_a_prompt_fed_in_pieces_has_the_same_chain(tokens: list[int], cuts: list
     whole = Chain.of(MODEL, tokens, extra)
     bounds = sorted({0, *(min(cut, len(tokens)) for cut in cuts), len(tokens)})
     grown = Chain.of(MODEL, [])
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         done, reached = len(grown), stop // CHUNK
         grown = grown.extend(tokens[start:stop], {i: v for i, v in extra.items() if done <= i < reached})
         assert grown.tokens == stop
