@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 
@@ -15,7 +16,7 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """Thread-safe.  `on_change(healthy, reason)` is called outside the lock, once per change."""
+    """Thread-safe.  `on_change(healthy, reason)` is called without the lock, once per change and in their order."""
 
     def __init__(
         self,
@@ -30,6 +31,8 @@ class Breaker:
         self._clock = clock
         self._on_change = on_change
         self._lock = threading.Lock()
+        self._changes: deque[tuple[bool, str]] = deque()
+        self._telling = threading.RLock()
         self._state = BreakerState.CLOSED
         self._failures = 0
         self._retry_at = 0.0
@@ -64,8 +67,9 @@ class Breaker:
             self._state = BreakerState.CLOSED
             self._failures = 0
             self.reason = ""
-        if changed:
-            self._on_change(True, "")
+            if changed:
+                self._changes.append((True, ""))
+        self._tell()
 
     def failed(self, reason: str, *, fatal: bool = False) -> None:
         """Count a fault; a `fatal` one opens the circuit at once."""
@@ -78,5 +82,14 @@ class Breaker:
             self._state = BreakerState.OPEN
             self._retry_at = self._clock() + self._probe_interval_s
             self.reason = reason
-        if changed:
-            self._on_change(False, reason)
+            if changed:
+                self._changes.append((False, reason))
+        self._tell()
+
+    def _tell(self) -> None:
+        """Two threads that change the state at once must not report it in the wrong order."""
+        if not self._changes:
+            return
+        with self._telling:
+            while self._changes:
+                self._on_change(*self._changes.popleft())

@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,13 +15,14 @@ from typing import Final
 import numpy as np
 
 from .errors import CapacityError
-from .layout import page_align
+from .layout import PAGE_NBYTES, page_align
 
 MAX_EXTENT_NBYTES: Final = 1 << 30
 _HUGE_PAGE_NBYTES: Final = 2 << 20
 _PREFAULT_STEP_NBYTES: Final = 16 << 20
 _MADV_POPULATE_WRITE: Final = 23
 _F_SEAL_SHRINK_GROW: Final = 0x0002 | 0x0004
+_CGROUP: Final = (Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
 _libc = ctypes.CDLL(None, use_errno=True)  # a ctypes call releases the GIL, mmap.madvise does not
 
 
@@ -29,7 +31,10 @@ def copy_bytes(source: memoryview | bytes, target: memoryview) -> None:
 
     The one place that copies payload: `target[:] = source` and `bytes(source)` stop every other thread meanwhile.
     """
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    into, data = np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8)
+    if len(into) != len(data):  # numpy would repeat a single byte
+        raise ValueError(f"a copy of {len(data)} bytes over {len(into)}")
+    np.copyto(into, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +63,11 @@ class Extent:
             os.close(self.fd)
             raise
         self._mmap.madvise(mmap.MADV_DONTFORK)
-        if nbytes >= _HUGE_PAGE_NBYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._mmap.madvise(mmap.MADV_HUGEPAGE)
+        if nbytes >= _HUGE_PAGE_NBYTES:
+            try:
+                self._mmap.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel built without them: small pages do as well
         self.view = memoryview(self._mmap)
         self.address = int(np.frombuffer(self._mmap, np.uint8).__array_interface__["data"][0])
         self.slot_nbytes = 0
@@ -95,6 +103,8 @@ class Slab:
     """The host memory of a cache: extents up to a total.  Called under its pool's lock, it needs none of its own."""
 
     def __init__(self, capacity_nbytes: int, extent_nbytes: int | None = None) -> None:
+        if capacity_nbytes < PAGE_NBYTES:
+            raise CapacityError(f"a capacity of {capacity_nbytes} bytes has no room for a page of {PAGE_NBYTES}")
         check_host_memory(capacity_nbytes)
         self.capacity_nbytes = capacity_nbytes
         self.extent_nbytes = extent_nbytes or _default_extent(capacity_nbytes)
@@ -134,33 +144,39 @@ class Slab:
         return page_align(nbytes) <= self.capacity_nbytes
 
     def others(self, slot_nbytes: int) -> Iterator[Extent]:
-        """Extents of other size classes that could hold such a slot, least recently used first."""
+        """Extents of other size classes, least recently used first: empty, they can hold such a slot or make room."""
         fitting = (e for e in self.extents.values() if e.slot_nbytes != slot_nbytes)
         yield from sorted(fitting, key=lambda extent: extent.last_used)
 
     def close(self) -> None:
         """Drop every extent.  Twice is fine."""
-        for extent in self.extents.values():
-            self.on_drop(extent)
-            extent.close()
-        self.extents.clear()
-        self.used_nbytes = 0
+        with ExitStack() as stack:  # goes on when a listener raises
+            for extent in self.extents.values():
+                stack.callback(self._forget, extent)
 
     def drop(self, extent: Extent) -> None:
         """Give an empty extent back to the kernel, so that a larger one may be made."""
         if len(extent.free) != extent.slots:
             raise RuntimeError(f"extent {extent.extent_id} has slots in use and cannot be dropped")
+        self._forget(extent)
+
+    def _forget(self, extent: Extent) -> None:
         del self.extents[extent.extent_id]
         self.used_nbytes -= extent.nbytes
-        self.on_drop(extent)
-        extent.close()
+        try:
+            self.on_drop(extent)
+        finally:
+            extent.close()
 
     def _grow(self, slot_nbytes: int) -> Extent | None:
         room = self.capacity_nbytes - self.used_nbytes
         if room < slot_nbytes:
-            for extent in [e for e in self.extents.values() if len(e.free) == e.slots]:
-                self.drop(extent)
-            room = self.capacity_nbytes - self.used_nbytes
+            empty = [e for e in self.extents.values() if len(e.free) == e.slots]
+            if room + sum(e.nbytes for e in empty) < slot_nbytes:
+                return None
+            while room < slot_nbytes:
+                room += empty[-1].nbytes
+                self.drop(empty.pop())
         nbytes = min(max(self.extent_nbytes, slot_nbytes), room)
         nbytes -= nbytes % slot_nbytes
         if not nbytes:
@@ -186,14 +202,34 @@ def check_host_memory(capacity_nbytes: int) -> None:
 def host_limits() -> list[tuple[str, int]]:
     """What bounds memory here, each with its name."""
     limits = [("this host's memory", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for path in _group_limits():
         try:
-            text = Path(name).read_text().strip()
+            text = path.read_text().strip()
         except OSError:
             continue
         if text.isdigit():
             limits.append(("the control group", int(text)))
     return limits
+
+
+def _group_limits() -> Iterator[Path]:
+    """Files that may hold a limit of this process's control group or of one above it, in both versions of groups."""
+    listing, unified, legacy = _CGROUP
+    try:
+        lines = listing.read_text().splitlines()
+    except OSError:
+        lines = []
+    groups = {(unified, "memory.max"): "/", (legacy, "memory.limit_in_bytes"): "/"}
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            groups[unified, "memory.max"] = path
+        elif "memory" in controllers.split(","):
+            groups[legacy, "memory.limit_in_bytes"] = path
+    for (root, name), path in groups.items():
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts) + 1):
+            yield root.joinpath(*parts[:depth], name)
 
 
 def _default_extent(capacity_nbytes: int) -> int:

@@ -59,6 +59,8 @@ def pack(frame: Frame, page: memoryview) -> None:
     codec = frame.codec.encode()
     if len(codec) > 32:
         raise ValueError(f"codec name {frame.codec!r} is longer than 32 bytes")
+    if len(frame.fingerprint) != 16:  # struct would pad or cut it
+        raise ValueError(f"a layout fingerprint has 16 bytes, got {len(frame.fingerprint)}")
     head = _HEAD.pack(
         _MAGIC,
         FRAME_VERSION,
@@ -121,6 +123,10 @@ def verify(record: memoryview, nbytes: int, key: ChunkKey, fingerprint: bytes, r
         raise ChunkCorrupt(f"{key!r}: another layout ({frame.raw_nbytes} bytes raw, expected {raw_nbytes})")
     if nbytes not in (record_nbytes(frame.encoded_nbytes), PAGE_NBYTES + frame.encoded_nbytes):
         raise ChunkCorrupt(f"{key!r}: {nbytes} bytes where the header says {frame.encoded_nbytes} of payload")
+    if nbytes > record.nbytes:
+        raise ChunkCorrupt(f"{key!r}: {nbytes} bytes said to be read into a buffer of {record.nbytes}")
+    if frame.codec == "identity" and frame.encoded_nbytes != raw_nbytes:
+        raise ChunkCorrupt(f"{key!r}: identity with {frame.encoded_nbytes} bytes of payload for {raw_nbytes} raw")
     if frame.checksum_kind == CHECKSUM_XXH3_64:
         actual = payload_checksum(record[PAGE_NBYTES : PAGE_NBYTES + frame.encoded_nbytes])
         if actual != frame.checksum:

@@ -103,7 +103,10 @@ class Index:
         entry.state = State.GONE
         del self.entries[entry.key]
         self.siblings.remove(entry.key)
-        self._by_extent[entry.slot.extent_id].discard(entry)
+        residents = self._by_extent[entry.slot.extent_id]
+        residents.discard(entry)
+        if not residents:
+            del self._by_extent[entry.slot.extent_id]  # extents come and go, their numbers never return
 
     def hold(self, entries: Iterable[Entry]) -> None:
         for entry in entries:

@@ -44,6 +44,8 @@ class Layout:
     regions: tuple[Region, ...]
 
     def __post_init__(self) -> None:
+        if self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if not self.regions:
             raise ValueError("a layout needs at least one region")
         for region in self.regions:

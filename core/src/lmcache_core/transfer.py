@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import enum
+import logging
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
+
+log = logging.getLogger(__name__)
 
 MAX_QUEUED: Final = 4096
 
@@ -23,10 +27,21 @@ class Task:
 
     `run()` does the work on a pool thread and returns the function that completes it.  If that takes too long,
     `on_late()` is called instead, from another thread; `on_return()` then says, much later perhaps, that `run` has let
-    go of its buffers.  A task that never ran gets both calls in a row.
+    go of its buffers.  A task that never ran, or whose `run` raised, gets both calls in a row.
     """
 
-    __slots__ = ("_lock", "answered", "deadline", "nbytes", "on_late", "on_return", "run", "state")
+    __slots__ = (
+        "_lock",
+        "answered",
+        "deadline",
+        "loads_only",
+        "nbytes",
+        "on_late",
+        "on_return",
+        "queued_nbytes",
+        "run",
+        "state",
+    )
 
     def __init__(
         self,
@@ -40,19 +55,24 @@ class Task:
         self.on_late = on_late
         self.on_return = on_return
         self.nbytes = nbytes
+        self.queued_nbytes = 0
+        """What it takes of the bound on stores."""
+        self.loads_only = False
+        """Whether the thread that runs it serves loads only."""
         self.deadline = 0.0
         self.state = _State.QUEUED
-        self.answered: threading.Event | None = None
+        self.answered = threading.Event()
+        """Set after `on_late`."""
         self._lock = threading.Lock()
 
     def forget(self) -> None:
         """Let go of what the task held: it may be watched for a while after its end."""
         self.run, self.on_late, self.on_return = _nothing, _no_call, _no_call
 
-    def move(self, *origins: _State, to: _State) -> bool:
-        """Change the state if it is one of `origins`; whether it was."""
+    def move(self, origin: _State, to: _State) -> bool:
+        """Change the state if it is `origin`; whether it was."""
         with self._lock:
-            if self.state not in origins:
+            if self.state is not origin:
                 return False
             self.state = to
             return True
@@ -70,7 +90,9 @@ class TransferPool:
     """`threads` daemon threads, one of which serves loads only, and a watch that answers for what is late.
 
     A load's deadline counts from its submission, a store's from its start, since a queue of stores may be long.  A
-    thread whose task is late is left to it and replaced, at most `threads` times at once.
+    thread whose task is late is left to it and replaced, at most `threads` of them at once; then the pool is saturated,
+    and the stores that wait are given up.  A callback that raises is a bug of ours: it is reported as an unhandled
+    exception of the thread, which goes on.
     """
 
     def __init__(self, name: str, threads: int, *, deadline_s: float, max_store_nbytes: int) -> None:
@@ -88,8 +110,11 @@ class TransferPool:
         self._store_nbytes = 0
         self._watched_loads: deque[Task] = deque()
         self._watched_stores: deque[Task] = deque()
-        self._running = 0
+        self._running: set[Task] = set()
+        self._unanswered = 0
         self._stuck = 0
+        self._vacant: list[bool] = []
+        """Places (`loads_only`) of stuck threads without replacement."""
         self._closing = False
         self._workers: set[threading.Thread] = set()
         self._watcher = threading.Thread(target=self._watch, name=f"lmcache-{name}-watch", daemon=True)
@@ -112,6 +137,7 @@ class TransferPool:
         with self._lock:
             if self._closing or self.saturated or len(self._loads) >= MAX_QUEUED:
                 return False
+            self._unanswered += 1
             task.deadline = time.monotonic() + self._deadline_s
             self._loads.append(task)
             self._watch_for(self._watched_loads, task)
@@ -125,82 +151,119 @@ class TransferPool:
             over = self._store_nbytes > 0 and self._store_nbytes + task.nbytes > self._max_store_nbytes
             if self._closing or self.saturated or over or len(self._stores) >= MAX_QUEUED:
                 return False
-            self._stores.append(task)
+            self._unanswered += 1
+            task.queued_nbytes = task.nbytes
             self._store_nbytes += task.nbytes
+            self._stores.append(task)
             self._wake_any.notify()
             return True
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is queued or running; False at the timeout."""
+        """Wait until every task has its answer; False at the timeout."""
         with self._lock:
-            return self._idle.wait_for(lambda: not (self._loads or self._stores or self._running), timeout_s)
+            return self._idle.wait_for(lambda: not self._unanswered, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse new work, answer what is queued as late, wait for the threads; False if one is stuck."""
+        """Refuse new work and give up what is queued; at the timeout also what still runs.  False if a thread is stuck.
+
+        Twice is fine.
+        """
         with self._lock:
             self._closing = True
             abandoned = [*self._loads, *self._stores]
             self._loads.clear()
             self._stores.clear()
-            self._store_nbytes = 0
             for condition in (self._wake_loader, self._wake_any, self._wake_watch):
                 condition.notify_all()
             workers = list(self._workers)
         for task in abandoned:
-            self._give_up_queued(task)
+            self._give_up(task)
         deadline = time.monotonic() + timeout_s
-        for thread in [*workers, self._watcher]:
+        for thread in workers:
             thread.join(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            late = list(self._running)
+        for task in late:
+            self._give_up(task)
+        self._watcher.join(max(1.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in workers)
 
     def _spawn(self, *, loads_only: bool) -> None:
         thread = threading.Thread(target=self._work, args=(loads_only,), name=f"lmcache-{self._name}-io", daemon=True)
         self._workers.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # as many threads as the process may have
+            self._workers.discard(thread)
+            raise
 
     def _work(self, loads_only: bool) -> None:
-        wake = self._wake_loader if loads_only else self._wake_any
         while True:
-            with self._lock:
-                while True:
-                    if self._loads:
-                        task = self._loads.popleft()
-                        break
-                    if self._stores and not loads_only:
-                        task = self._stores.popleft()
-                        task.deadline = time.monotonic() + self._deadline_s
-                        self._watch_for(self._watched_stores, task)
-                        break
+            task = self._next(loads_only)
+            if task is None:
+                return
+            if self._serve(task):
+                continue
+            with self._lock:  # the task was late, this thread may have been replaced
+                self._stuck -= 1
+                if self._closing or not self._vacant:
+                    self._workers.discard(threading.current_thread())
+                    return
+                loads_only = max(self._vacant)
+                self._vacant.remove(loads_only)
+
+    def _next(self, loads_only: bool) -> Task | None:
+        """The next task for this thread, which is now running; `None` when the pool closes."""
+        wake = self._wake_loader if loads_only else self._wake_any
+        with self._lock:
+            while True:
+                task: Task | None = None
+                if self._loads:
+                    task = self._loads.popleft()
+                elif self._stores and not loads_only:
+                    task = self._stores.popleft()
+                    task.deadline = time.monotonic() + self._deadline_s
+                    self._watch_for(self._watched_stores, task)
+                if task is None:
                     if self._closing:
                         self._workers.discard(threading.current_thread())
-                        return
+                        return None
                     wake.wait()
-                if not task.move(_State.QUEUED, to=_State.RUNNING):
-                    continue  # it was late before a thread was free
-                self._running += 1
-            complete = task.run()
-            if task.move(_State.RUNNING, to=_State.ENDED):
-                complete()
-                task.forget()
-                with self._lock:
-                    self._ended(task)
-            else:
-                assert task.answered is not None
-                task.answered.wait()  # `on_return` comes after `on_late`
-                task.on_return()
-                task.forget()
-                with self._lock:
-                    self._stuck -= 1
-                    self._workers.discard(threading.current_thread())
-                return  # a replacement has taken this thread's place
+                elif task.move(_State.QUEUED, _State.RUNNING):  # else it was late before a thread was free
+                    task.loads_only = loads_only
+                    self._running.add(task)
+                    return task
 
-    def _ended(self, task: Task) -> None:
-        self._running -= 1
-        self._store_nbytes = max(0, self._store_nbytes - task.nbytes)
-        if not (self._loads or self._stores or self._running):
-            self._idle.notify_all()
-            if self._closing:
-                self._wake_watch.notify()
+    def _serve(self, task: Task) -> bool:
+        """Run a task; False if it was late.  A frame of its own: an idle thread keeps no task's buffers alive."""
+        complete: Callable[[], None] | None = None
+        try:
+            complete = task.run()
+        except BaseException:
+            _report()
+        in_time = task.move(_State.RUNNING, _State.ENDED)
+        if not in_time:
+            task.answered.wait()  # `on_return` comes after `on_late`
+            _tell(task.on_return)
+        elif complete is not None:
+            _tell(complete)
+        else:
+            _tell(task.on_late)
+            _tell(task.on_return)
+        task.forget()
+        if in_time:
+            self._has_answer(task)
+        return in_time
+
+    def _has_answer(self, task: Task) -> None:
+        with self._lock:
+            self._running.discard(task)
+            self._store_nbytes -= task.queued_nbytes
+            self._unanswered -= 1
+            if not self._unanswered:
+                self._idle.notify_all()
+                if self._closing:
+                    self._wake_watch.notify()
 
     def _watch_for(self, watched: deque[Task], task: Task) -> None:
         while watched and watched[0].state is _State.ENDED:
@@ -212,7 +275,7 @@ class TransferPool:
     def _watch(self) -> None:
         while True:
             with self._lock:
-                if self._closing and not self._running:
+                if self._closing and not self._unanswered:
                     return
                 now = time.monotonic()
                 late: list[Task] = []
@@ -224,25 +287,59 @@ class TransferPool:
                     self._wake_watch.wait(min(heads) - now if heads else None)
                     continue
             for task in late:
-                if task.state is _State.RUNNING:
-                    self._give_up_running(task)
-                else:
-                    self._give_up_queued(task)
+                self._give_up(task)
 
-    def _give_up_queued(self, task: Task) -> None:
-        if task.move(_State.QUEUED, to=_State.ENDED):
-            task.on_late()
-            task.on_return()
-            task.forget()
+    def _give_up(self, task: Task) -> None:
+        """Answer for a task that is late, unless it has ended.  In this order: it may begin to run meanwhile."""
+        if not self._give_up_queued(task):
+            self._give_up_running(task)
+
+    def _give_up_queued(self, task: Task) -> bool:
+        with self._lock:
+            if not task.move(_State.QUEUED, _State.ENDED):
+                return False
+            if self._loads and self._loads[0] is task:  # loads are late in the order of their queue
+                self._loads.popleft()
+        _tell(task.on_late)
+        _tell(task.on_return)
+        task.forget()
+        self._has_answer(task)
+        return True
 
     def _give_up_running(self, task: Task) -> None:
+        abandoned: list[Task] = []
         with self._lock:
-            task.answered = threading.Event()
-            if not task.move(_State.RUNNING, to=_State.ENDED):
+            if not task.move(_State.RUNNING, _State.ENDED):
                 return
             self._stuck += 1
             if not self._closing:
-                self._spawn(loads_only=False)
-            self._ended(task)
-        task.on_late()
+                self._replace(task.loads_only)
+            if self.saturated:  # nobody may be left to serve them, and their deadlines have not begun
+                abandoned = list(self._stores)
+                self._stores.clear()
+        _tell(task.on_late)
         task.answered.set()
+        self._has_answer(task)
+        for other in abandoned:
+            self._give_up_queued(other)
+
+    def _replace(self, loads_only: bool) -> None:
+        if self._stuck <= self._threads:
+            try:
+                self._spawn(loads_only=loads_only)
+                return
+            except RuntimeError as error:
+                log.error("%s: a thread is stuck and has no replacement: %s", self._name, error)
+        self._vacant.append(loads_only)  # for whichever stuck thread returns first
+
+
+def _tell(callback: Callable[[], None]) -> None:
+    try:
+        callback()
+    except BaseException:
+        _report()
+
+
+def _report() -> None:
+    """Say what an exception that ends a thread would say."""
+    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
