@@ -167,7 +167,7 @@ def _plain_layers(cache: DynamicCache) -> list[DynamicLayer]:
         kinds = ", ".join(sorted({kind for _, kind in odd}))
         raise Unsupported(
             "model",
-            f"{len(odd)} of {len(cache.layers)} layers, from layer {odd[0][0]} on, are of kind {kinds}: sliding-window, linear "
-            "and shared layers do not keep the KV of every token, so a prefix cannot be restored from chunks",
+            f"{len(odd)} of {len(cache.layers)} layers, from layer {odd[0][0]} on, are of kind {kinds}: "
+            "sliding-window, linear and shared layers do not keep the KV of every token, so no prefix can be restored",
         )
     return layers
