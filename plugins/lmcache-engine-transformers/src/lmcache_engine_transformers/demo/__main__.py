@@ -20,8 +20,13 @@ _CONFIG = """\
 chunk_tokens: 256
 device: cpu
 tiers:
-  - {{name: host, backend: memory, capacity: 1GiB}}
-  - {{name: disk, backend: disk, capacity: 4GiB, options: {{path: {path}}}}}
+  - name: host
+    backend: memory
+    capacity: 1GiB
+  - name: disk
+    backend: disk
+    capacity: 4GiB
+    options: {{path: {path}}}
 """
 
 

@@ -63,7 +63,9 @@ def show_start(console: Console, model: str, threads: int, config: Path) -> None
     """What runs where, and with which configuration."""
     console.print(f"[bold]{model}[/], fp32, on {machine(threads)}")
     text = config.read_text()
-    console.print(Panel(Syntax(text.strip(), "yaml", background_color="default"), title=str(config), expand=False))
+    console.print(
+        Panel(Syntax(text.strip(), "yaml", background_color="default", word_wrap=True), title=str(config), expand=False)
+    )
 
 
 def machine(threads: int) -> str:
@@ -98,8 +100,8 @@ def show_outcome(console: Console, outcome: Outcome) -> None:
     place = outcome.parting
     where = Text.assemble(("before  ", "dim"), place.before, "\n", ("after   ", "dim"), *_marked(place.after))
     cost = (
-        f"One space more (each · is a space): the prompts part at token {place.token:,}. The {place.chunks_kept} chunks "
-        f"before it are still found, the {place.chunks_lost} after it are lost and computed again."
+        f"One space more (each · is a space): the prompts part at token {place.token:,}. The {place.chunks_kept} "
+        f"chunks before it are still found, the {place.chunks_lost} from there on are lost and computed again."
     )
     console.print(Panel(Group(where, "", cost), title="why a cache misses", width=min(console.width, 100)))
     agreement = outcome.agreement
