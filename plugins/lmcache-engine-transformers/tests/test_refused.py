@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lmcache_core.errors import NamespaceError
+from lmcache_core import NamespaceError
 from lmcache_engine_transformers import PrefixCache, Unsupported, request
 
 IDS = prompt(2 * CHUNK + 3)
