@@ -103,7 +103,7 @@ def tensors_of(cache: Any, what: str = "cache") -> tuple[list[torch.Tensor], lis
         raise Unsupported(what, f"a {type(cache).__name__}; only a DynamicCache can be saved")
     keys, values = [], []
     for index, layer in enumerate(_plain_layers(cache)):
-        if layer.keys is None or layer.values is None or layer.keys.numel() == 0:
+        if layer.keys is None or layer.values is None:
             raise Unsupported(what, f"layer {index} is empty")
         keys.append(layer.keys)
         values.append(layer.values)
