@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from conftest import llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaModel, PreTrainedTokenizerFast
+
 from lmcache_engine_transformers.demo import __main__ as command
 from lmcache_engine_transformers.demo import texts, weights
 from lmcache_engine_transformers.demo.conversation import next_turn, opening, parting
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaModel, PreTrainedTokenizerFast
 
 CHUNK = 64
 SYSTEM = (

@@ -162,6 +162,15 @@ def test_the_next_request_finds_what_the_one_before_is_still_storing(prefix: Pre
         assert prefix.generate(ids, max_new_tokens=1).report.hit_tokens == 2 * CHUNK
 
 
+def test_what_was_stored_last_is_on_disk_when_the_cache_is_closed(config: Path, model: Any) -> None:
+    for seed in range(5):
+        ids = prompt(12 * CHUNK, seed=seed)
+        with open_prefix_cache(model, config, name="tiny") as prefix:
+            prefix.generate(ids, max_new_tokens=1)
+        with open_prefix_cache(model, config, name="tiny") as prefix:
+            assert prefix.restore(ids).hit_tokens == 12 * CHUNK - 1
+
+
 def test_a_report_adds_up(prefix: PrefixCache) -> None:
     cold = prefix.generate(IDS, max_new_tokens=1).report
     assert cold.store is not None
