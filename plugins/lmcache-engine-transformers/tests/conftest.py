@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from lmcache_core import LocalCache, load_config, open_cache
 from lmcache_engine_transformers import PrefixCache
+from lmcache_engine_transformers.geometry import cache_argument
 
 CHUNK = 16
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
@@ -42,6 +43,19 @@ def prompt(tokens: int, seed: int = 1) -> torch.Tensor:
 
 def logits(output: Any) -> torch.Tensor:
     return torch.stack(output.logits).float()
+
+
+def continued(model: Any, ids: torch.Tensor, past: Any) -> Any:
+    """generate() of transformers itself, from a cache."""
+    return model.generate(ids, **{cache_argument(model): past}, **GREEDY)
+
+
+def past_of(model: Any, ids: torch.Tensor) -> DynamicCache:
+    """The cache after a plain forward pass."""
+    past = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, use_cache=True, **{cache_argument(model): past})
+    return past
 
 
 def difference(one: Any, other: Any) -> float:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNK, GREEDY, difference, llama, prompt
-from transformers import DynamicCache
+from conftest import CHUNK, GREEDY, continued, difference, llama, past_of, prompt
 
 from lmcache_engine_transformers import PrefixCache
 
@@ -59,20 +58,18 @@ def test_a_wrong_kv_moves_the_logits(prefix: PrefixCache, model: Any, wrong: str
             [layer.keys[:, :, CHUNK : 2 * CHUNK], layer.keys[:, :, :CHUNK], layer.keys[:, :, 2 * CHUNK :]], 2
         )
     assert hit_tokens == 4 * CHUNK
-    corrupted = model.generate(ids, cache=past, **GREEDY)
+    corrupted = continued(model, ids, past)
     assert difference(corrupted, reference) > WRONG
 
 
 def test_feeding_a_whole_restored_prompt_would_be_wrong_and_is_not_done(prefix: PrefixCache, model: Any) -> None:
     ids = prompt(2 * CHUNK)
     reference, _ = prefix.generate(ids, **GREEDY)
-    whole = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, cache=whole, use_cache=True)
-    assert difference(model.generate(ids, cache=whole, **GREEDY), reference) > WRONG
+    whole = past_of(model, ids)
+    assert difference(continued(model, ids, whole), reference) > WRONG
     restored = prefix.restore(ids)
     assert restored.hit_tokens == restored.cache.get_seq_length() == 2 * CHUNK - 1
-    assert difference(model.generate(ids, cache=restored.cache, **GREEDY), reference) < CLOSE
+    assert difference(continued(model, ids, restored.cache), reference) < CLOSE
 
 
 def test_a_prompt_of_one_chunk_and_a_prompt_shorter_than_one(prefix: PrefixCache) -> None:
@@ -94,9 +91,7 @@ def test_bfloat16_survives_bit_by_bit(cache: Any, attention: str) -> None:
     model.set_attn_implementation(attention)
     prefix = PrefixCache(cache, model, chunk_tokens=CHUNK, name="tiny")
     ids = prompt(3 * CHUNK + 2)
-    past = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(ids, cache=past, use_cache=True)
+    past = past_of(model, ids)
     assert prefix.save(ids, past) is not None
     restored, hit_tokens = prefix.restore(ids)
     assert hit_tokens == 3 * CHUNK

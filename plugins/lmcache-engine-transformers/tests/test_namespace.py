@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import CHUNK, llama, prompt
 
-from lmcache_core.errors import NamespaceError
+from lmcache_core import NamespaceError
 from lmcache_engine_transformers import PrefixCache, weights_digest
 
 IDS = prompt(2 * CHUNK + 3)

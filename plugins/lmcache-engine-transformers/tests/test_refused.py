@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHUNK, GREEDY, difference, llama, prompt
+from conftest import CHUNK, GREEDY, difference, llama, past_of, prompt
 from packaging.version import Version
 from transformers import (
     DynamicCache,
@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lmcache_core.errors import NamespaceError
+from lmcache_core import NamespaceError
 from lmcache_engine_transformers import PrefixCache, Unsupported, request
 
 IDS = prompt(2 * CHUNK + 3)
@@ -185,12 +185,12 @@ def test_a_static_cache_is_not_saved(prefix: PrefixCache, model: Any) -> None:
 
 
 def test_a_cache_that_holds_too_little_or_something_else_is_not_saved(prefix: PrefixCache, model: Any) -> None:
-    past = model.generate(IDS[:, :CHUNK], **GREEDY).cache
+    past = past_of(model, IDS[:, :CHUNK])
     with pytest.raises(Unsupported, match=f"cache: keys of layer 0 .*{2 * CHUNK} or more"):
         prefix.save(IDS, past)
     with pytest.raises(Unsupported, match="cache: layer 0 is empty"):
         prefix.save(IDS, DynamicCache(config=model.config))
     with pytest.raises(Unsupported, match="cache: 2 layers where the model has 3"):
-        prefix.save(IDS, llama(num_hidden_layers=2).generate(IDS, **GREEDY).cache)
+        prefix.save(IDS, past_of(llama(num_hidden_layers=2), IDS))
     with pytest.raises(Unsupported, match=r"cache: keys of layer 0 are torch\.bfloat16"):
-        prefix.save(IDS, llama(torch.bfloat16).generate(IDS, **GREEDY).cache)
+        prefix.save(IDS, past_of(llama(torch.bfloat16), IDS))

@@ -103,7 +103,7 @@ def tensors_of(cache: Any, what: str = "cache") -> tuple[list[torch.Tensor], lis
         raise Unsupported(what, f"a {type(cache).__name__}; only a DynamicCache can be saved")
     keys, values = [], []
     for index, layer in enumerate(_plain_layers(cache)):
-        if layer.keys is None or layer.values is None or layer.keys.numel() == 0:
+        if layer.keys is None or layer.values is None:
             raise Unsupported(what, f"layer {index} is empty")
         keys.append(layer.keys)
         values.append(layer.values)
@@ -167,7 +167,7 @@ def _plain_layers(cache: DynamicCache) -> list[DynamicLayer]:
         kinds = ", ".join(sorted({kind for _, kind in odd}))
         raise Unsupported(
             "model",
-            f"{len(odd)} of {len(cache.layers)} layers, from layer {odd[0][0]} on, are of kind {kinds}: sliding-window, linear "
-            "and shared layers do not keep the KV of every token, so a prefix cannot be restored from chunks",
+            f"{len(odd)} of {len(cache.layers)} layers, from layer {odd[0][0]} on, are of kind {kinds}: "
+            "sliding-window, linear and shared layers do not keep the KV of every token, so no prefix can be restored",
         )
     return layers

@@ -156,6 +156,7 @@ def _adapter_of(model: Any, adapter: str | None) -> str:
 def _adapters(model: Any) -> Iterator[str]:
     """What each adapter layer has active, by what peft's layers say of themselves; peft is not imported."""
     for module in model.modules():
-        if hasattr(module, "active_adapters") and hasattr(module, "disable_adapters") and hasattr(module, "merged"):
+        kind = type(module)  # asked of the class: a module answers slowly for what it has not
+        if hasattr(kind, "active_adapters") and hasattr(kind, "disable_adapters") and hasattr(kind, "merged"):
             names = module.active_adapters
             yield "+".join(map(str, names)) + (" disabled" if module.disable_adapters else "")

@@ -228,9 +228,11 @@ class PrefixCache:
         return self._bound.geometry
 
     def close(self) -> None:
-        """Wait for the stores within their limit, and close the cache if it was opened for this object."""
+        """Wait for the stores within their limit; a cache that was opened for this object is flushed and closed."""
         self._settle()
         if self._owned:
+            if not self.cache.drain(self.limits.store_timeout_s):
+                _log.warning("closed before everything had reached the lower tiers: they took too long")
             self.cache.close()
 
     def __enter__(self) -> Self:

@@ -9,8 +9,9 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,9 +57,8 @@ def prepared_model(work_dir: Path) -> Path:
 def load(folder: Path) -> tuple[Any, Any]:
     """(model, tokenizer), fp32, ready to generate."""
     with _quiet():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model.generation_config.eos_token_id = None  # each answer has the same number of tokens
-    return model, transformers.AutoTokenizer.from_pretrained(folder)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval(), transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def _gguf() -> Path:
@@ -71,7 +71,7 @@ def _gguf() -> Path:
 
 def _dequantise(gguf: Path, folder: Path) -> None:
     settings = transformers.GgufConfig(gguf_file=gguf.name, dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=settings
     )
     if hasattr(model.config, "quantization_config"):
@@ -83,11 +83,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the progress bars and the chatter of transformers: the demo draws its own."""
-    settings: Any = transformers.utils.logging
-    settings.disable_progress_bar()
+    """Without the progress bars of transformers and gguf, which they write to stderr: the demo draws its own."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    try:
+    with redirect_stderr(StringIO()):
         yield
-    finally:
-        settings.enable_progress_bar()
