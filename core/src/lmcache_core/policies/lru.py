@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 from ..keys import ChunkKey
 from ..policy import EvictionPolicy, Item
+from ._line import Line, Node
 
 
 class LRU(EvictionPolicy):
@@ -15,30 +15,31 @@ class LRU(EvictionPolicy):
     api_version = (1, 0)
 
     def __init__(self) -> None:
-        self._nbytes: OrderedDict[ChunkKey, int] = OrderedDict()
+        self._line = Line()
 
     def on_put(self, item: Item) -> None:
-        self._nbytes[item.key] = item.nbytes
-        self._nbytes.move_to_end(item.key)
+        self._line.remove(item.key)
+        self._line.append(item.key, Node(item.nbytes))
 
     def on_get(self, key: ChunkKey) -> None:
-        if key in self._nbytes:
-            self._nbytes.move_to_end(key)
+        self._line.touch(key)
 
     def on_remove(self, key: ChunkKey) -> None:
-        self._nbytes.pop(key, None)
+        self._line.remove(key)
 
     def victims(self, nbytes: int, is_pinned: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
-        chosen: list[ChunkKey] = []
-        in_use: list[ChunkKey] = []
-        for key, size in self._nbytes.items():
-            if nbytes <= 0:
+        line = self._line
+        chosen: list[tuple[ChunkKey, Node]] = []
+        looked = False
+        while nbytes > 0:
+            if not looked and (line.stale or not line.waits):
+                line.look_again(is_pinned)
+                looked = True
+            taken = line.take(is_pinned)
+            if taken is not None:
+                chosen.append(taken)
+                nbytes -= taken[1].nbytes
+            elif looked:
                 break
-            if is_pinned(key):
-                in_use.append(key)
-            else:
-                chosen.append(key)
-                nbytes -= size
-        for key in in_use:  # in use now is recently used: the next call need not pass them again
-            self._nbytes.move_to_end(key)
-        return chosen if nbytes <= 0 else []
+        line.put_back(chosen)
+        return [key for key, _ in chosen] if nbytes <= 0 else []

@@ -2,6 +2,7 @@
 
 Backends: inherit `BackendLaws` in a test class, or call `run_backend_laws(open_backend) -> list[LawResult]`, where
 `open_backend(context: Context) -> Backend` opens a handle on the store.  Only the former needs pytest.
+Eviction policies: likewise `PolicyLaws` and `run_policy_laws(new_policy)`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from .backend_laws import BackendLaws, run_backend_laws
 from .dict_backend import DictBackend, DictStore
 from .faults import Fault, FaultBackend
 from .laws import Law, LawBroken, LawResult, Laws, LawSkipped, expect, in_threads, law, skip
+from .policy_laws import PolicyLaws, run_policy_laws
 
 __all__ = [
     "BackendLaws",
@@ -22,9 +24,11 @@ __all__ = [
     "LawResult",
     "LawSkipped",
     "Laws",
+    "PolicyLaws",
     "expect",
     "in_threads",
     "law",
     "run_backend_laws",
+    "run_policy_laws",
     "skip",
 ]
