@@ -156,7 +156,7 @@ def test_a_request_that_fails_leaves_nothing_leased(prefix: PrefixCache, cache: 
 
 
 def test_the_next_request_finds_what_the_one_before_is_still_storing(prefix: PrefixCache) -> None:
-    for seed in range(20):
+    for seed in range(8):
         ids = prompt(2 * CHUNK + 1, seed=seed)
         prefix.generate(ids, max_new_tokens=1)
         assert prefix.generate(ids, max_new_tokens=1).report.hit_tokens == 2 * CHUNK

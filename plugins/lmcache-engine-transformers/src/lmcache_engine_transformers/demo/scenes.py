@@ -21,7 +21,7 @@ from .answers import Agreement, Answer, Tick, earlier_answer, ticks, warm_up, wi
 from .conversation import Parting, next_turn, opening, parting
 
 ANSWER_TOKENS: Final = 16
-_CHILD_TIMEOUT_S: Final = 300
+_CHILD_TIMEOUT_S: Final = 900
 _SENT: Final = ("prompt_tokens", "hit_tokens", "resident_tokens", "nbytes", "ttft_s", "uncached")
 """What the second process reports."""
 
