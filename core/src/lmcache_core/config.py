@@ -50,6 +50,7 @@ class TierConfig:
     policy: str = "s3fifo"
     codec: str = "identity"
     timeout_s: float = 10.0
+    tenant_quota_nbytes: int | None = None
     options: RawOptions = field(default_factory=RawOptions)
 
     def __post_init__(self) -> None:
@@ -61,6 +62,8 @@ class TierConfig:
             raise FieldError("capacity", f"must be at least 1 byte, got {self.capacity_nbytes}")
         if self.backend == MEMORY and self.capacity_nbytes is None:
             raise FieldError("capacity", "is required for the memory backend; write e.g. capacity: 16GiB")
+        if self.tenant_quota_nbytes is not None and self.tenant_quota_nbytes < 1:
+            raise FieldError("tenant_quota", f"must be at least 1 byte, got {self.tenant_quota_nbytes}")
         if not self.timeout_s > 0:
             raise FieldError("timeout", f"must be above zero, got {self.timeout_s}")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from .buffers import Slot
+from .chain import Model
 from .keys import SHARD_ID_NBYTES, ChunkKey
 from .layout import Layout
 
@@ -34,19 +36,31 @@ class Entry:
         "holds",
         "key",
         "layout",
+        "model",
         "slot",
         "state",
         "stored_at_ns",
         "waiters",
     )
 
-    def __init__(self, key: ChunkKey, slot: Slot, layout: Layout, depth: int, state: State, generation: int) -> None:
+    def __init__(
+        self,
+        key: ChunkKey,
+        slot: Slot,
+        layout: Layout,
+        depth: int,
+        state: State,
+        generation: int,
+        model: Model | None = None,
+    ) -> None:
         self.key = key
         self.slot = slot
         self.layout = layout
         self.depth = depth
         self.state = state
         self.generation = generation
+        self.model = model
+        """Whose record it is."""
         self.holds = 1
         """Not evictable while above 0; the first is of whoever fills the slot."""
         self.below_mask = 0
@@ -55,6 +69,10 @@ class Entry:
         """Of a window or state group: may leave without its siblings."""
         self.stored_at_ns = 0
         self.waiters: list[tuple[Sink, int]] = []
+
+    @property
+    def tenant(self) -> bytes:
+        return self.model.family.salt_id if self.model is not None else b""
 
 
 class Siblings:
@@ -89,10 +107,12 @@ class Index:
         self.entries: dict[bytes, Entry] = {}
         self.siblings = Siblings()
         self._evictable: dict[int, int] = {}
+        self._used: Counter[bytes] = Counter()
         self._by_extent: dict[int, set[Entry]] = {}
 
     def add(self, entry: Entry) -> None:
         self.entries[entry.key] = entry
+        self._used[entry.tenant] += entry.slot.nbytes
         self.siblings.add(entry.key)
         self._by_extent.setdefault(entry.slot.extent_id, set()).add(entry)
 
@@ -102,6 +122,9 @@ class Index:
             self._evictable[entry.slot.nbytes] -= 1
         entry.state = State.GONE
         del self.entries[entry.key]
+        self._used[entry.tenant] -= entry.slot.nbytes
+        if not self._used[entry.tenant]:
+            del self._used[entry.tenant]
         self.siblings.remove(entry.key)
         residents = self._by_extent[entry.slot.extent_id]
         residents.discard(entry)
@@ -119,6 +142,10 @@ class Index:
             entry.holds -= 1
             if not entry.holds and entry.state is State.READY:
                 self._evictable[entry.slot.nbytes] = self._evictable.get(entry.slot.nbytes, 0) + 1
+
+    def used(self, tenant: bytes) -> int:
+        """Bytes of slots that hold the tenant's records, or are being filled with them."""
+        return self._used[tenant]
 
     def evictable(self, slot_nbytes: int) -> int:
         """Entries of a size class that could leave now."""

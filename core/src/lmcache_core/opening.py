@@ -66,6 +66,7 @@ def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
         events=events,
         name=host.name if host is not None else "staging",
         write=config.write,
+        tenant_quota_nbytes=host.tenant_quota_nbytes if host is not None else None,
         lease_timeout_s=config.lease_timeout_s,
     )
     log.info(
@@ -97,15 +98,16 @@ def open_tier(
         assert isinstance(found, Codec)
         return found
 
-    policy = _policy(config.policy, disable)()
+    new_policy = _policy(config.policy, disable)
     backend = open_backend(config, disable)
     return Tier(
         config.name,
         backend,
         backend_name=config.backend,
         sealer=Sealer(codec, config.codec.partition("@")[0], codec_named),
-        policy=policy,
+        new_policy=new_policy,
         capacity_nbytes=config.capacity_nbytes,
+        tenant_quota_nbytes=config.tenant_quota_nbytes,
         timeout_s=config.timeout_s,
         max_queued_nbytes=max_queued_nbytes,
         metrics=metrics,

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from . import frame
 from .buffers import Extent, Slab, Slot
-from .chain import Chain, GroupKind, Shard
+from .chain import Chain, GroupKind, Model, Shard
 from .events import Events
 from .frame import Frame
 from .index import Entry, Index, Sink, State
@@ -22,6 +22,7 @@ from .layout import PAGE_NBYTES, Layout, page_align
 from .leases import Found, Leases
 from .metrics import Metrics
 from .policy import EvictionPolicy, Item
+from .shares import Shares
 from .tier import LoadItem, StoreItem, Tier
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Pool:
         events: Events,
         name: str = "host",
         write: Write = "through",
+        tenant_quota_nbytes: int | None = None,
         lease_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -64,11 +66,12 @@ class Pool:
         self._metrics = metrics
         self._events = events
         self._write = write
+        self._tenant_quota_nbytes = tenant_quota_nbytes
         self._clock = clock
         self._lock = threading.RLock()
         self._index = Index()
         self.leases = Leases(self._lock, self._index, self.tiers, metrics, timeout_s=lease_timeout_s, clock=clock)
-        self._policies: dict[int, EvictionPolicy] = {}
+        self._shares: dict[int, Shares] = {}
         self._generations = itertools.count(1)
         self._uses = 0
         self._said_full = -1.0
@@ -91,9 +94,9 @@ class Pool:
 
     def reserve(self, chain: Chain, shard: Shard, span: range) -> Reservation:
         """Slots for the chunks of `span` that are not there yet; ends with `commit` or `abort` of the entries."""
-        layout = shard.layout
+        layout, model = shard.layout, chain.model
         keys = chain.keys(shard, range(span.stop))
-        alone = any(shard in g.shards for g in chain.model.groups if g.kind is not GroupKind.FULL)
+        alone = any(shard in g.shards for g in model.groups if g.kind is not GroupKind.FULL)
         with self._lock:
             entries = self._index.entries
             ancestors = [e for key in keys[: span.start] if (e := entries.get(key)) and e.state is State.READY]
@@ -101,13 +104,15 @@ class Pool:
             present = [e for key in keys[span.start :] if (e := entries.get(key)) and e.state is State.READY]
             kept = [*ancestors, *present]
             self._index.hold(kept)  # a prompt never evicts its own prefix
-            slots = self._take_slots(len(positions), frame.record_nbytes(layout.nbytes))
+            slots = self._take_slots(len(positions), frame.record_nbytes(layout.nbytes), model.family.salt_id)
             self._index.unhold(kept)
             self._touch(kept[::-1])
             again = self._plan_writes(present) if self._write == "second_use" else []
             new: list[tuple[int, Entry]] = []
             for position, slot in zip(positions, slots, strict=False):
-                entry = self._enter(keys[span.start + position], slot, layout, span.start + position, State.RESERVED)
+                entry = self._enter(
+                    keys[span.start + position], slot, layout, span.start + position, State.RESERVED, model
+                )
                 entry.alone = alone
                 new.append((position, entry))
         self._submit_writes(again)
@@ -150,7 +155,7 @@ class Pool:
         for entry in reversed(entries):
             entry.state = State.READY
             nbytes = entry.slot.nbytes
-            self._policy(nbytes).on_put(Item(entry.key, entry.depth, nbytes))
+            self._share(nbytes).put(Item(entry.key, entry.depth, nbytes, entry.tenant))
             self._index.unhold([entry])
             waiters, entry.waiters = entry.waiters, []
             told += [(sink, position, entry) for sink, position in waiters]
@@ -193,12 +198,12 @@ class Pool:
                     told.append((position, None, "miss"))
                 else:
                     wanted.append((position, where))
-            slots = self._take_slots(len(wanted), frame.record_nbytes(layout.nbytes))
+            slots = self._take_slots(len(wanted), frame.record_nbytes(layout.nbytes), chain.model.family.salt_id)
             for (position, where), slot in itertools.zip_longest(wanted, slots):
                 if slot is None:
                     told.append((position, None, "no room"))
                     continue
-                entry = self._enter(keys[position], slot, layout, depth + position, State.LOADING)
+                entry = self._enter(keys[position], slot, layout, depth + position, State.LOADING, chain.model)
                 self._index.hold([entry])
                 entry.waiters.append((sink, position))
                 loads.append((where, self.tiers[where], entry))
@@ -261,14 +266,14 @@ class Pool:
 
     # Slots and eviction; all of this under the lock.
 
-    def _policy(self, slot_nbytes: int) -> EvictionPolicy:
-        policy = self._policies.get(slot_nbytes)
-        if policy is None:
-            policy = self._policies[slot_nbytes] = self._new_policy()
-        return policy
+    def _share(self, slot_nbytes: int) -> Shares:
+        shares = self._shares.get(slot_nbytes)
+        if shares is None:
+            shares = self._shares[slot_nbytes] = Shares(self._new_policy)
+        return shares
 
-    def _enter(self, key: ChunkKey, slot: Slot, layout: Layout, depth: int, state: State) -> Entry:
-        entry = Entry(key, slot, layout, depth, state, next(self._generations))
+    def _enter(self, key: ChunkKey, slot: Slot, layout: Layout, depth: int, state: State, model: Model) -> Entry:
+        entry = Entry(key, slot, layout, depth, state, next(self._generations), model)
         frame.set_generation(self.slab.view(slot)[:PAGE_NBYTES], entry.generation)
         self._index.add(entry)
         return entry
@@ -277,63 +282,85 @@ class Pool:
         """Tell the policies of use, deepest chunk first."""
         self._uses += 1
         for entry in entries:
-            self._policy(entry.slot.nbytes).on_get(entry.key)
+            self._share(entry.slot.nbytes).get(entry.key)
             self.slab.extents[entry.slot.extent_id].last_used = self._uses
 
-    def _take_slots(self, count: int, nbytes: int) -> list[Slot]:
-        """Up to `count` slots, evicting what may go; fewer only when all the rest is held."""
+    def _take_slots(self, count: int, nbytes: int, tenant: bytes) -> list[Slot]:
+        """Up to `count` slots, evicting what may go; fewer only when all the rest is held, or the tenant's quota is."""
         slots: list[Slot] = []
-        self._fill(slots, count, nbytes)
-        if len(slots) < count and self.slab.fits(nbytes):
-            self._evict_own(count - len(slots), page_align(nbytes))
-            self._fill(slots, count, nbytes)
-            for extent in self.slab.others(page_align(nbytes)) if len(slots) < count else ():
+        slot_nbytes = page_align(nbytes)
+        wanted = self._within_quota(count, slot_nbytes, tenant)
+        if wanted < count:
+            self._metrics.add("drops", count - wanted, tier=self.name, reason="tenant quota")
+        self._fill(slots, wanted, nbytes)
+        if len(slots) < wanted and self.slab.fits(nbytes):
+            self._evict_own(wanted - len(slots), slot_nbytes, tenant)
+            self._fill(slots, wanted, nbytes)
+            for extent in self.slab.others(slot_nbytes) if len(slots) < wanted else ():
                 residents = self._index.in_extent(extent.extent_id)
                 if len(residents) + len(extent.free) < extent.slots or any(e.holds for e in residents):
                     continue
                 self._evict(list(residents))
-                self._fill(slots, count, nbytes)
-                if len(slots) == count:
+                self._fill(slots, wanted, nbytes)
+                if len(slots) == wanted:
                     break
-            if len(slots) < count and self.leases.expire():
-                self._evict_own(count - len(slots), page_align(nbytes))
-                self._fill(slots, count, nbytes)
-        if len(slots) < count:
-            self._metrics.add("drops", count - len(slots), tier=self.name, reason="no room")
+            if len(slots) < wanted and self.leases.expire():
+                self._evict_own(wanted - len(slots), slot_nbytes, tenant)
+                self._fill(slots, wanted, nbytes)
+        if len(slots) < wanted:
+            self._metrics.add("drops", wanted - len(slots), tier=self.name, reason="no room")
             if self._clock() - self._said_full >= 1.0:
                 self._said_full = self._clock()
                 log.warning("tier %s: full, and everything in it is in use", self.name)
         return slots
 
+    def _within_quota(self, count: int, slot_nbytes: int, tenant: bytes) -> int:
+        """How many slots the tenant may take, its own oldest records making place."""
+        quota = self._tenant_quota_nbytes
+        if quota is None or not tenant:
+            return count
+        count = min(count, quota // slot_nbytes)
+        for shares in self._shares.values():
+            while (over := self._index.used(tenant) + count * slot_nbytes - quota) > 0:
+                victims = shares.own_victims(over, tenant, self._is_held)
+                if not victims:
+                    break
+                self._evict_together(victims)
+        return max(0, min(count, (quota - self._index.used(tenant)) // slot_nbytes))
+
     def _fill(self, slots: list[Slot], count: int, nbytes: int) -> None:
         while len(slots) < count and (slot := self.slab.take(nbytes)) is not None:
             slots.append(slot)
 
-    def _evict_own(self, count: int, slot_nbytes: int) -> None:
-        """Free `count` slots of a size class, or as many as can be."""
+    def _is_held(self, key: ChunkKey) -> bool:
+        return self._index.entries[key].holds > 0
+
+    def _is_held_or_unsaved(self, key: ChunkKey) -> bool:
+        return self._is_held(key) or not self._saved(key)
+
+    def _evict_own(self, count: int, slot_nbytes: int, tenant: bytes) -> None:
+        """Free `count` slots of a size class for `tenant`, or as many as can be."""
+        shares = self._share(slot_nbytes)
+        saved_first = self._write == "on_evict" and bool(self.tiers)
+        while count > 0 and self._index.evictable(slot_nbytes):
+            nbytes = min(count, self._index.evictable(slot_nbytes)) * slot_nbytes
+            chosen = shares.victims(nbytes, tenant, self._is_held_or_unsaved) if saved_first else []
+            chosen = chosen or shares.victims(nbytes, tenant, self._is_held)
+            if not chosen:
+                break
+            count -= self._evict_together(chosen)
+
+    def _evict_together(self, chosen: Sequence[ChunkKey]) -> int:
+        """Evict records with the other rectangles of their chunks; return how many of `chosen` went."""
         entries = self._index.entries
-        count = min(count, self._index.evictable(slot_nbytes))
-        if not count:
-            return
-        policy = self._policy(slot_nbytes)
-
-        def held(key: ChunkKey) -> bool:
-            return entries[key].holds > 0
-
-        def held_or_unsaved(key: ChunkKey) -> bool:
-            return entries[key].holds > 0 or not self._saved(key)
-
-        chosen: list[ChunkKey] = []
-        if self._write == "on_evict" and self.tiers:
-            chosen = policy.victims(count * slot_nbytes, held_or_unsaved)
-        chosen = chosen or policy.victims(count * slot_nbytes, held)
         together = [key for key in chosen if not entries[key].alone]
         keys = dict.fromkeys([*chosen, *self._index.siblings.expand(together)])
         self._evict([entries[key] for key in keys if not entries[key].holds])
+        return len(chosen)
 
     def _evict(self, victims: Sequence[Entry], reason: str = "capacity") -> None:
         for entry in victims:
-            self._policy(entry.slot.nbytes).on_remove(entry.key)
+            self._share(entry.slot.nbytes).remove(entry.key)
             self._index.remove(entry)
             self.slab.give(entry.slot)
         if victims:
@@ -370,8 +397,8 @@ class Pool:
         free = sum(len(e.free) for e in self.slab.extents.values() if e.slot_nbytes == slot_nbytes)
         if not clean_slots or free + room // slot_nbytes >= clean_slots:
             return []
-        victims = self._policy(slot_nbytes).victims(
-            clean_slots * slot_nbytes, lambda key: entries[key].holds > 0 or self._saved(key)
+        victims = self._share(slot_nbytes).victims(
+            clean_slots * slot_nbytes, b"", lambda key: entries[key].holds > 0 or self._saved(key)
         )
         return self._plan_writes([entries[key] for key in victims])
 
@@ -382,7 +409,9 @@ class Pool:
                 record = self.slab.view(entry.slot)[: frame.record_nbytes(entry.layout.nbytes)]
                 context = (entry, index)
                 items.append(
-                    StoreItem(entry.key, record, entry.layout, self._stored, self._returned, entry.alone, context)
+                    StoreItem(
+                        entry.key, record, entry.layout, self._stored, self._returned, entry.alone, context, entry.model
+                    )
                 )
             self.tiers[index].store(items)
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from . import frame
-from .backend import Backend, GetResult, SupportsListing
+from . import frame, manifest
+from .backend import Backend, Entry, GetResult, SupportsListing
 from .breaker import Breaker
+from .chain import Model
 from .errors import BackendError, BackendFull, CacheError, ChunkCorrupt
 from .events import Events
 from .frame import Frame
-from .index import Siblings
-from .keys import ChunkKey
+from .keys import SHARD_ID_NBYTES, ChunkKey
 from .layout import Layout
+from .ledger import Ledger
 from .metrics import Metrics
-from .policy import EvictionPolicy, Item
+from .policy import EvictionPolicy
 from .sealing import Sealer
 from .transfer import Task, TransferPool
 
@@ -63,6 +63,8 @@ class StoreItem:
     free: Callable[[StoreItem], None]
     alone: bool = False
     context: Any = None
+    model: Model | None = None
+    """Whose record it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,9 @@ class Tier:
         *,
         backend_name: str,
         sealer: Sealer,
-        policy: EvictionPolicy,
+        new_policy: Callable[[], EvictionPolicy],
         capacity_nbytes: int | None,
+        tenant_quota_nbytes: int | None = None,
         timeout_s: float,
         max_queued_nbytes: int,
         metrics: Metrics,
@@ -103,17 +106,14 @@ class Tier:
         self.capacity_nbytes = capacity_nbytes
         self.timeout_s = timeout_s
         self.breaker = Breaker(probe_interval_s=probe_interval_s, clock=clock, on_change=self._health_changed)
-        self.known: dict[bytes, int] = {}
-        """Records that this tier has, as far as we know, with their size.  Read without the lock, changed under it."""
+        self.ledger = Ledger(capacity_nbytes, new_policy, tenant_quota_nbytes)
+        self.known = self.ledger.known
+        self.pin, self.unpin, self.used = self.ledger.pin, self.ledger.unpin, self.ledger.touch
         self._sealer = sealer
-        self._policy = policy
+        self._keeps_manifests = backend.traits.persistent or backend.traits.shared
         self._metrics = metrics
         self._events = events
         self._lock = threading.Lock()
-        self._used_nbytes = 0
-        self._pins: Counter[bytes] = Counter()
-        self._siblings = Siblings()
-        self._alone: set[bytes] = set()
         self._closed = False
         self._faulty = False
         self._said_corrupt = float("-inf")
@@ -132,7 +132,7 @@ class Tier:
                 "tier %s: warm with %d records, %d bytes of %s",
                 self.name,
                 len(self.known),
-                self._used_nbytes,
+                self.ledger.used_nbytes,
                 self.capacity_nbytes,
             )
 
@@ -147,25 +147,13 @@ class Tier:
             self.name,
             self.backend_name,
             len(self.known),
-            self._used_nbytes,
+            self.ledger.used_nbytes,
             self.capacity_nbytes,
             self.breaker.state.value,
             self.breaker.reason,
             loads,
             stores,
         )
-
-    def pin(self, keys: Sequence[bytes]) -> None:
-        """Keep records until `unpin`; they may go all the same where the store is shared with others."""
-        with self._lock:
-            self._pins.update(keys)
-
-    def unpin(self, keys: Sequence[bytes]) -> None:
-        with self._lock:
-            for key in keys:
-                self._pins[key] -= 1
-                if self._pins[key] <= 0:
-                    del self._pins[key]
 
     def load(self, items: Sequence[LoadItem]) -> None:
         """Read records in the background, in order; each item is answered once."""
@@ -202,20 +190,10 @@ class Tier:
             found = self._call("contains_prefix", lambda: self.backend.contains_prefix(keys, timeout_s=self.timeout_s))
             self._count_health("contains_prefix", keys, [found])
             if isinstance(found, int):
-                with self._lock:
-                    for key in keys[:found]:
-                        if key not in self.known:
-                            self._learn(key, record_nbytes)
+                self.ledger.learn_new((key, record_nbytes) for key in keys[:found])
             return done
 
         return self._pool.submit_load(Task(run, done, lambda: None))
-
-    def used(self, keys: Sequence[ChunkKey]) -> None:
-        """A request used these records, deepest first."""
-        with self._lock:
-            for key in keys:
-                if key in self.known:
-                    self._policy.on_get(key)
 
     def remove(self, keys: Sequence[ChunkKey], reason: str) -> None:
         """Delete records in the background."""
@@ -223,6 +201,9 @@ class Tier:
         def run() -> Callable[[], None]:
             for key in keys:
                 self._remove(key, reason)
+            left = {key[:SHARD_ID_NBYTES] for key in list(self.known)}
+            for shard_id in {key.shard_id for key in keys} - left:
+                self._remove_manifest(shard_id)
             return lambda: None
 
         self._pool.submit_load(Task(run, lambda: None, lambda: None))
@@ -246,10 +227,10 @@ class Tier:
         entries = self._call("entries", lambda: sorted(backend.entries(), key=lambda entry: entry.stored_at))
         self._count_health("entries", [], [entries])
         if isinstance(entries, list):
-            with self._lock:
-                for entry in entries:
-                    if entry.key not in self.known:
-                        self._learn(entry.key, entry.nbytes)
+            for entry in entries:
+                if manifest.is_manifest(entry.key):
+                    self._read_manifest(entry)
+            self.ledger.learn_new((e.key, e.nbytes) for e in entries if not manifest.is_manifest(e.key))
 
     # What follows runs on the pool's threads.
 
@@ -353,12 +334,14 @@ class Tier:
                 reasons[index] = "full: the record is larger than the tier"
             elif item.key not in self.known:
                 wanted.append(index)
+        if wanted:
+            self._write_manifest(batch[wanted[0]])
         for attempt in range(2):
             if not wanted:
                 break
             nbytes = sum(records[index].nbytes for index in wanted)
-            at_least = nbytes if attempt else 0
-            if not self._make_room(nbytes, at_least) and not (self._relist() and self._make_room(nbytes, at_least)):
+            room = (nbytes, batch[0].key.shard_id, nbytes if attempt else 0)
+            if not self._make_room(*room) and not (self._relist() and self._make_room(*room)):
                 for index in wanted:
                     reasons[index] = "full: everything in the tier is in use"
                 break
@@ -368,19 +351,17 @@ class Tier:
             results = put if isinstance(put, list) else [put] * len(wanted)
             self._count_health("put", keys, results)
             full: list[int] = []
-            with self._lock:
-                for index, result in zip(wanted, results, strict=True):
-                    self._used_nbytes -= records[index].nbytes  # reserved by _make_room
-                    if result is None:
-                        self._learn(batch[index].key, records[index].nbytes, _depth(records[index]))
-                        if batch[index].alone:
-                            self._alone.add(batch[index].key)
-                        reasons[index] = ""
-                    elif isinstance(result, BackendFull):
-                        reasons[index] = f"full: {result}"
-                        full.append(index)
-                    else:
-                        reasons[index] = f"fault: {result}"
+            self.ledger.unreserve(nbytes)
+            for index, result in zip(wanted, results, strict=True):
+                item = batch[index]
+                if result is None:
+                    self.ledger.learn(item.key, records[index].nbytes, _depth(records[index]), alone=item.alone)
+                    reasons[index] = ""
+                elif isinstance(result, BackendFull):
+                    reasons[index] = f"full: {result}"
+                    full.append(index)
+                else:
+                    reasons[index] = f"fault: {result}"
             wanted = full  # the store is fuller than we knew: make room once and try again
         return reasons
 
@@ -391,48 +372,55 @@ class Tier:
             self._metrics.add("drops", tier=self.name, reason="late")
             item.done(item, "late", True)
 
-    def _make_room(self, nbytes: int, at_least: int = 0) -> bool:
-        """Reserve `nbytes` of the capacity, evicting what must go, `at_least` that much; False if it cannot be."""
-        with self._lock:
-            need = at_least
-            if self.capacity_nbytes is not None:
-                need = max(need, self._used_nbytes + nbytes - self.capacity_nbytes)
-            victims: list[ChunkKey] = []
-            if need > 0:
-                chosen = self._policy.victims(need, lambda key: key in self._pins)
-                if not chosen and not (at_least and self.capacity_nbytes is None):
-                    return False
-                together = [key for key in chosen if key not in self._alone]
-                victims = list(dict.fromkeys([*chosen, *self._siblings.expand(together)]))
-                victims = [key for key in victims if key not in self._pins]
-                for key in victims:
-                    self._unlearn(key)
-            self._used_nbytes += nbytes
-        for key in victims:
+    def _make_room(self, nbytes: int, shard_id: bytes = b"", at_least: int = 0) -> bool:
+        """Reserve `nbytes` of the capacity, deleting what must go; False if there is no room all the same."""
+        gone, fits = self.ledger.reserve(nbytes, shard_id, at_least)
+        for key in gone:
             self._call("remove", partial(self.backend.remove, key))
-        self._report_evicted(victims, "capacity")
-        return True
+        self._report_evicted(gone, "capacity")
+        return fits
 
-    def _learn(self, key: ChunkKey, nbytes: int, depth: int = 0) -> None:
-        self._used_nbytes += nbytes - self.known.get(key, 0)
-        self.known[key] = nbytes
-        self._siblings.add(key)
-        self._policy.on_put(Item(key, depth, nbytes))
+    def _write_manifest(self, item: StoreItem) -> None:
+        """Say once per shard what its keys belong to, and learn whose they are."""
+        shard_id = item.key.shard_id
+        if item.model is None or self.ledger.has_shard(shard_id):
+            return
+        described = manifest.of(item.model, shard_id)
+        if not self._keeps_manifests:
+            self.ledger.belongs(shard_id, described.tenant)
+            return
+        record = manifest.pack(described, time.time_ns())
+        self.ledger.belongs(shard_id, described.tenant, len(record))
+        (staged,) = self._sealer.staging([len(record)])
+        staged[: len(record)] = record
+        put = self._call("put", partial(self.backend.put, manifest.key_of(shard_id), staged[: len(record)]))
+        if isinstance(put, BackendError):
+            self.ledger.disown(shard_id, len(record))
 
-    def _unlearn(self, key: ChunkKey) -> bool:
-        nbytes = self.known.pop(key, None)
-        if nbytes is None:
-            return False
-        self._used_nbytes -= nbytes
-        self._siblings.remove(key)
-        self._alone.discard(key)
-        self._policy.on_remove(key)
-        return True
+    def _read_manifest(self, entry: Entry) -> None:
+        if entry.nbytes > manifest.MAX_NBYTES or self.ledger.has_shard(entry.key.shard_id):
+            return
+        (staged,) = self._sealer.staging([entry.nbytes])
+        nbytes = self._call("get", partial(self.backend.get, entry.key, staged))
+        try:
+            found = manifest.parse(staged, nbytes, entry.key) if isinstance(nbytes, int) else None
+        except ChunkCorrupt as error:
+            log.warning("tier %s: removed a corrupt manifest: %s", self.name, str(error))
+            self._call("remove", partial(self.backend.remove, entry.key))
+            return
+        if found is not None:
+            self.ledger.belongs(found.shard_id, found.tenant, entry.nbytes)
+
+    def _remove_manifest(self, shard_id: bytes) -> None:
+        if self._keeps_manifests and self.ledger.has_shard(shard_id):
+            key = manifest.key_of(shard_id)
+            (staged,) = self._sealer.staging([manifest.MAX_NBYTES])
+            nbytes = self._call("get", partial(self.backend.get, key, staged))
+            self._call("remove", partial(self.backend.remove, key))
+            self.ledger.disown(shard_id, nbytes if isinstance(nbytes, int) else 0)
 
     def _forget(self, key: ChunkKey, reason: str) -> None:
-        with self._lock:
-            known = self._unlearn(key)
-        if known:
+        if self.ledger.forget(key):
             self._report_evicted([key], reason)
 
     def _remove(self, key: ChunkKey, reason: str) -> None:
@@ -504,10 +492,11 @@ class _Foreign(BackendError):
 def _batches(items: Sequence[ItemT]) -> list[list[ItemT]]:
     batches: list[list[ItemT]] = []
     room = 0
+    shard = b""
     for item in items:
-        if item.record.nbytes > room:
+        if item.record.nbytes > room or item.key.shard_id != shard:
             batches.append([])
-            room = _BATCH_NBYTES
+            room, shard = _BATCH_NBYTES, item.key.shard_id
         batches[-1].append(item)
         room -= item.record.nbytes
     return batches

@@ -1,0 +1,146 @@
+"""What a tier has, as far as it knows: sizes, pins, tenants, and who leaves when room is needed."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from .index import Siblings
+from .keys import SHARD_ID_NBYTES, ChunkKey
+from .policy import EvictionPolicy, Item
+from .shares import Shares
+
+
+class Ledger:
+    """Thread-safe; holds its lock for bookkeeping only, and deletes nothing itself."""
+
+    def __init__(
+        self,
+        capacity_nbytes: int | None,
+        new_policy: Callable[[], EvictionPolicy],
+        tenant_quota_nbytes: int | None = None,
+    ) -> None:
+        self.capacity_nbytes = capacity_nbytes
+        self.tenant_quota_nbytes = tenant_quota_nbytes
+        self.known: dict[bytes, int] = {}
+        """Key to size.  Read without the lock, changed under it."""
+        self.used_nbytes = 0
+        """Bytes of what is known, what is being written, and manifests."""
+        self._lock = threading.Lock()
+        self._pins: Counter[bytes] = Counter()
+        self._siblings = Siblings()
+        self._alone: set[bytes] = set()
+        self._shares = Shares(new_policy)
+        self._tenants: dict[bytes, bytes] = {}
+
+    def belongs(self, shard_id: bytes, tenant: bytes, manifest_nbytes: int = 0) -> None:
+        """Records of this shard are the tenant's; `manifest_nbytes` more are in use."""
+        with self._lock:
+            self._tenants[shard_id] = tenant
+            self.used_nbytes += manifest_nbytes
+
+    def has_shard(self, shard_id: bytes) -> bool:
+        """Whether its tenant is known."""
+        return shard_id in self._tenants
+
+    def disown(self, shard_id: bytes, manifest_nbytes: int) -> None:
+        """Inverse of `belongs`."""
+        with self._lock:
+            if self._tenants.pop(shard_id, None) is not None:
+                self.used_nbytes -= manifest_nbytes
+
+    def learn(self, key: ChunkKey, nbytes: int, depth: int = 0, *, alone: bool = False) -> None:
+        """The tier has the record."""
+        with self._lock:
+            self._learn(key, nbytes, depth, alone)
+
+    def learn_new(self, records: Iterable[tuple[ChunkKey, int]]) -> None:
+        """The tier has these too; what is known already is left as it is."""
+        with self._lock:
+            for key, nbytes in records:
+                if key not in self.known:
+                    self._learn(key, nbytes, 0, False)
+
+    def forget(self, key: ChunkKey) -> bool:
+        """The tier has it no more; whether it was known."""
+        with self._lock:
+            return self._forget(key)
+
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """A request used these records, deepest first."""
+        with self._lock:
+            for key in keys:
+                self._shares.get(key)
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            self._pins.update(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._pins[key] -= 1
+                if self._pins[key] <= 0:
+                    del self._pins[key]
+
+    def reserve(self, nbytes: int, shard_id: bytes = b"", at_least: int = 0) -> tuple[list[ChunkKey], bool]:
+        """Count `nbytes` as used for a write to come: (who must be deleted now, whether there is room then).
+
+        `at_least` bytes go in any case: the store is fuller than we know.
+        """
+        with self._lock:
+            tenant = self._tenants.get(shard_id, b"")
+            gone: list[ChunkKey] = []
+            quota = self.tenant_quota_nbytes
+            if quota is not None and tenant:
+                while self._shares.used(tenant) + nbytes > quota:
+                    need = self._shares.used(tenant) + nbytes - quota
+                    if not self._leave(self._shares.own_victims(need, tenant, self._pinned), gone):
+                        return gone, False
+            start = self.used_nbytes
+            while True:
+                freed = start - self.used_nbytes
+                over = self.used_nbytes + nbytes - self.capacity_nbytes if self.capacity_nbytes is not None else 0
+                need = max(over, at_least - freed)
+                if need <= 0:
+                    break
+                if not self._leave(self._shares.victims(need, tenant, self._pinned), gone):
+                    if over > 0:
+                        return gone, False
+                    break
+            self.used_nbytes += nbytes
+            return gone, True
+
+    def unreserve(self, nbytes: int) -> None:
+        """The write that was reserved for has ended, well or not."""
+        with self._lock:
+            self.used_nbytes -= nbytes
+
+    def _pinned(self, key: ChunkKey) -> bool:
+        return key in self._pins
+
+    def _leave(self, chosen: list[ChunkKey], gone: list[ChunkKey]) -> bool:
+        together = [key for key in chosen if key not in self._alone]
+        for key in dict.fromkeys([*chosen, *self._siblings.expand(together)]):
+            if key not in self._pins and self._forget(key):
+                gone.append(key)
+        return bool(chosen)
+
+    def _learn(self, key: ChunkKey, nbytes: int, depth: int, alone: bool) -> None:
+        self.used_nbytes += nbytes - self.known.get(key, 0)
+        self.known[key] = nbytes
+        self._siblings.add(key)
+        if alone:
+            self._alone.add(key)
+        self._shares.put(Item(key, depth, nbytes, self._tenants.get(key[:SHARD_ID_NBYTES], b"")))
+
+    def _forget(self, key: ChunkKey) -> bool:
+        nbytes = self.known.pop(key, None)
+        if nbytes is None:
+            return False
+        self.used_nbytes -= nbytes
+        self._siblings.remove(key)
+        self._alone.discard(key)
+        self._shares.remove(key)
+        return True
