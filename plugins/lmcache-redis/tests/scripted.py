@@ -57,7 +57,7 @@ def scripted(*scripts: Serve) -> Iterator[Scripted]:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            script = scripts[min(len(server.connections), len(scripts) - 1)]
+            script = server.scripts[min(len(server.connections), len(server.scripts) - 1)]
             server.connections.append(connection)
             server.threads.append(threading.Thread(target=serve, args=(connection, script), daemon=True))
             server.threads[-1].start()

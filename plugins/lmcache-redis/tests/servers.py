@@ -13,7 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -110,13 +110,20 @@ class Server:
 
     def ask(self, *words: str) -> str:
         """The raw answer to a small command."""
-        with socket.create_connection(("127.0.0.1", self.port), 5.0) as link:
-            command = f"*{len(words)}\r\n" + "".join(f"${len(word.encode())}\r\n{word}\r\n" for word in words)
-            link.sendall(command.encode() + b"*1\r\n$4\r\nQUIT\r\n")
-            answer = b""
-            while part := link.recv(65536):
-                answer += part
-        return answer.decode().removesuffix("+OK\r\n").removesuffix("\r\n")
+        return self._answers_to(words)
+
+    def ask_as(self, password: str, *words: str) -> str:
+        """The same of a server that wants a password."""
+        return self._answers_to(("AUTH", password), words)
+
+    def _answers_to(self, *commands: tuple[str, ...]) -> str:
+        answer = b""
+        with socket.create_connection(("127.0.0.1", self.port), 5.0) as link, link.makefile("rb") as answers:
+            for words in commands:
+                parts = [b"$%d\r\n%b\r\n" % (len(word.encode()), word.encode()) for word in words]
+                link.sendall(b"*%d\r\n%b" % (len(words), b"".join(parts)))
+                answer = _raw_answer(answers)
+        return answer.decode().removesuffix("\r\n")
 
     def kill(self) -> None:
         self._end(signal.SIGKILL)
@@ -127,12 +134,13 @@ class Server:
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
         """It accepts connections and bytes, and answers nothing."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        process = self._process
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self._process.send_signal(signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
 
     def _end(self, how: signal.Signals) -> None:
         process, self._process = self._process, None
@@ -144,6 +152,16 @@ class Server:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(10)
+
+
+def _raw_answer(answers: BinaryIO) -> bytes:
+    line = answers.readline()
+    count = int(line[1:]) if line[:1] in (b"$", b"*") else -1
+    if count < 0:
+        return line
+    if line[:1] == b"$":
+        return line + answers.read(count + 2)
+    return line + b"".join(_raw_answer(answers) for _ in range(count))
 
 
 MEMORY_ONLY = ("--save", "", "--appendonly", "no")

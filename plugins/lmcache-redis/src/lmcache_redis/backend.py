@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Literal
 
 from lmcache_core import (
     ApiVersion,
@@ -85,14 +85,16 @@ class RedisBackend(Backend[RedisOptions]):
             raise error
 
     def remove(self, key: ChunkKey) -> bool:
-        (answer,) = self._exchange.run([self._call(b"UNLINK", key)], time.monotonic() + self.context.timeout_s)
+        (answer,) = self._exchange.run(
+            [self._call(b"UNLINK", key, "a number")], time.monotonic() + self.context.timeout_s
+        )
         return self._number(answer, "UNLINK") > 0
 
     def contains_prefix(self, keys: Sequence[ChunkKey], *, timeout_s: float) -> int:
         deadline = time.monotonic() + timeout_s
         for start in range(0, len(keys), _WINDOW_KEYS):
             window = keys[start : start + _WINDOW_KEYS]
-            answers = self._exchange.run([self._call(b"EXISTS", key) for key in window], deadline)
+            answers = self._exchange.run([self._call(b"EXISTS", key, "a number") for key in window], deadline)
             for index, answer in enumerate(answers):
                 if not self._number(answer, "EXISTS"):
                     return start + index
@@ -100,7 +102,7 @@ class RedisBackend(Backend[RedisOptions]):
 
     def get_many(self, keys: Sequence[ChunkKey], into: Sequence[memoryview], *, timeout_s: float) -> list[GetResult]:
         deadline = time.monotonic() + timeout_s
-        calls = [self._call(b"GET", key, view) for key, view in zip(keys, into, strict=True)]
+        calls = [self._call(b"GET", key, "a record", view) for key, view in zip(keys, into, strict=True)]
         answers = self._in_windows(calls, [len(view) for view in into], deadline)
         return [self._got(key, view, answer) for key, view, answer in zip(keys, into, answers, strict=True)]
 
@@ -119,7 +121,7 @@ class RedisBackend(Backend[RedisOptions]):
                 continue
             name = self._prefix + key.text.encode()
             head = b"%b$%d\r\n%b\r\n$%d\r\n" % (self._set, len(name), name, len(record))
-            calls.append(Call(name, (head, record, self._set_end)))
+            calls.append(Call(name, (head, record, self._set_end), "OK"))
             asked.append(index)
         answers = self._in_windows(calls, [len(data[index]) for index in asked], deadline)
         for index, answer in zip(asked, answers, strict=True):
@@ -129,9 +131,11 @@ class RedisBackend(Backend[RedisOptions]):
     def close(self) -> None:
         self._pool.close()
 
-    def _call(self, verb: bytes, key: ChunkKey, into: memoryview | None = None) -> Call:
+    def _call(
+        self, verb: bytes, key: ChunkKey, wants: Literal["a number", "a record"], into: memoryview | None = None
+    ) -> Call:
         name = self._prefix + key.text.encode()
-        return Call(name, (b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(verb), verb, len(name), name),), into)
+        return Call(name, (b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(verb), verb, len(name), name),), wants, into)
 
     def _in_windows(self, calls: Sequence[Call], sizes: Sequence[int], deadline: float) -> list[Answer]:
         answers: list[Answer] = []
@@ -147,26 +151,29 @@ class RedisBackend(Backend[RedisOptions]):
 
     def _got(self, key: ChunkKey, view: memoryview, answer: Answer) -> GetResult:
         match answer:
-            case None | int() | BackendError():
-                return answer
+            case ServerError():
+                return fault(answer, f"{self.client} GET")
             case Oversize(nbytes):
                 return ChunkCorrupt(f"{key!r} has {nbytes} bytes in {self.client}, at most {len(view)} were expected")
-        return self._error(answer, "GET")
+        result: GetResult = answer
+        return result
 
     def _stored(self, answer: Answer) -> BackendError | None:
-        if answer == "OK":
-            return None
-        return answer if isinstance(answer, BackendError) else self._error(answer, "SET")
+        match answer:
+            case ServerError():
+                return fault(answer, f"{self.client} SET")
+            case BackendError():
+                return answer
+        return None
 
     def _number(self, answer: Answer, verb: str) -> int:
-        if isinstance(answer, int):
-            return answer
-        raise answer if isinstance(answer, BackendError) else self._error(answer, verb)
-
-    def _error(self, answer: Answer, verb: str) -> BackendError:
-        if isinstance(answer, ServerError):
-            return fault(answer, f"{self.client} {verb}")
-        return BackendError(f"{self.client} {verb}: an answer of the kind {type(answer).__name__}")
+        match answer:
+            case ServerError():
+                raise fault(answer, f"{self.client} {verb}")
+            case BackendError():
+                raise answer
+        number: int = answer
+        return number
 
 
 class ValkeyBackend(RedisBackend):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from lmcache_core import BackendError, BackendUnavailable
 
@@ -12,7 +12,7 @@ from .address import Address
 from .faults import is_doubtful, redirection
 from .links import LinkPool
 from .topology import Topology
-from .wire import Answer, Link, Part, ServerError, command
+from .wire import Answer, Link, Oversize, Part, ProtocolError, ServerError, command
 
 _MAX_ROUNDS: Final = 4
 """How often a key may be sent on before it is given up."""
@@ -25,8 +25,9 @@ class Call:
 
     key: bytes
     parts: tuple[Part, ...]
+    wants: Literal["a number", "OK", "a record"]
     into: memoryview | None = None
-    """Where a bulk in the answer goes."""
+    """Where the record goes."""
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class Exchange:
             for todo in todos:
                 if todo.asking:
                     link.read()
-                answer = answers[todo.index] = link.read(todo.call.into)
+                answer = answers[todo.index] = _expected(todo.call, link.read(todo.call.into))
                 doubtful |= isinstance(answer, ServerError) and is_doubtful(answer)
                 done += 1
         except OSError as error:
@@ -134,6 +135,18 @@ class Exchange:
                 if address is not None:
                     again.setdefault(address, []).append(_Todo(todo.index, todo.call, kind == "ASK"))
         return again
+
+
+def _expected(call: Call, answer: Answer) -> Answer:
+    """`answer`, if it can be one to `call`; else it may well be another's."""
+    fits = {
+        "a number": type(answer) is int,
+        "OK": answer == "OK",
+        "a record": answer is None or isinstance(answer, int | Oversize),
+    }
+    if fits[call.wants] or isinstance(answer, ServerError):
+        return answer
+    raise ProtocolError(f"{str(answer)[:32]!r} where {call.wants} is expected")
 
 
 def _parts(todo: _Todo) -> tuple[Part, ...]:

@@ -24,6 +24,8 @@ _MAX_PARTS: Final = 64
 _UNIX_SLICE_NBYTES: Final = 1 << 20
 _MAX_BULK_NBYTES: Final = 1 << 20
 """Largest bulk that is read without a buffer of the caller's: topologies, not records."""
+_WITH_A_BUFFER: Final = frozenset((b"$", b"_", b"-", b"!", b">"))
+"""What an answer that goes to a buffer may begin with."""
 _MAX_ITEMS: Final = 100_000
 _MAX_DEPTH: Final = 8
 
@@ -96,6 +98,8 @@ class Link:
         while True:
             line = self._line()
             kind, rest = line[:1], line[1:]
+            if into is not None and kind not in _WITH_A_BUFFER:
+                raise ProtocolError(f"{line[:32]!r} where a bulk is expected")
             match kind:
                 case b":":
                     return _integer(rest)
