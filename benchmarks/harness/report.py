@@ -16,6 +16,7 @@ HIGHER_IS_BETTER: Final = {
     "ms": False,
     "us/chunk": False,
     "CPU-s": False,
+    "keys/s": True,
 }
 """Every unit a row may have.  A ratio above 1 means that ours is better, whichever way the unit runs."""
 

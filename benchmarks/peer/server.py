@@ -118,10 +118,10 @@ class Memory:
         self.source, self.target = [], []
 
 
-class Disk:
-    """The C++ file system adapter `fs_native`: one batch of records stored, looked up and loaded again."""
+class Adapter:
+    """A C++ adapter of its second level: one batch of records stored, looked up and loaded again."""
 
-    def __init__(self, directory: str, chunk_nbytes: int, chunks: int, workers: int, odirect: bool) -> None:
+    def __init__(self, spec: dict[str, Any], chunk_nbytes: int, chunks: int) -> None:
         torch: Any = importlib.import_module("torch")
 
         self.torch = torch
@@ -137,12 +137,11 @@ class Disk:
         self.source = memory[start : start + half]
         self.target = memory[start + half : start + 2 * half]
         self.source.random_(0, 255)
-        spec = {"type": "fs_native", "base_path": directory, "num_workers": workers, "use_odirect": odirect}
         self.adapter = create(
-            config_of("fs_native").from_dict(spec),
+            config_of(spec["type"]).from_dict(spec),
             l1_memory_desc=memory_class(ptr=self.source.data_ptr(), size=2 * half, align_bytes=4096),
         )
-        self.adapter.set_backend_identity("fs_native")
+        self.adapter.set_backend_identity(spec["type"])
         self.sources = [self._entry(self.source, i, chunk_nbytes) for i in range(chunks)]
         self.targets = [self._entry(self.target, i, chunk_nbytes) for i in range(chunks)]
         self.number = 0
@@ -208,6 +207,22 @@ class Disk:
 
     def end(self) -> None:
         self.adapter.close()
+
+
+class Disk(Adapter):
+    """The file system adapter `fs_native`."""
+
+    def __init__(self, directory: str, chunk_nbytes: int, chunks: int, workers: int, odirect: bool) -> None:
+        spec = {"type": "fs_native", "base_path": directory, "num_workers": workers, "use_odirect": odirect}
+        super().__init__(spec, chunk_nbytes, chunks)
+
+
+class Resp(Adapter):
+    """The adapter `resp` for Redis and Valkey."""
+
+    def __init__(self, port: int, chunk_nbytes: int, chunks: int, workers: int) -> None:
+        spec = {"type": "resp", "host": "127.0.0.1", "port": port, "num_workers": workers}
+        super().__init__(spec, chunk_nbytes, chunks)
 
 
 def storage_manager(capacity_gib: float, *arguments: str) -> Any:
@@ -283,7 +298,14 @@ class Pressure:
         self.manager.close()
 
 
-CASES: dict[str, Any] = {"keys": Keys, "memory": Memory, "disk": Disk, "lookup": Lookup, "pressure": Pressure}
+CASES: dict[str, Any] = {
+    "keys": Keys,
+    "memory": Memory,
+    "disk": Disk,
+    "resp": Resp,
+    "lookup": Lookup,
+    "pressure": Pressure,
+}
 
 
 def answer(request: dict[str, Any], running: dict[str, Any]) -> dict[str, Any]:
