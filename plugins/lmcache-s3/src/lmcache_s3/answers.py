@@ -16,9 +16,11 @@ from .wire import Head
 
 _PASSING_STATUS: Final = frozenset((408, 429, 500, 502, 503, 504))
 _PASSING_CODES: Final = frozenset(
-    "RequestTimeout SlowDown InternalError ServiceUnavailable OperationAborted ThrottlingException "
-    "ConditionalRequestConflict TooManyRequests".split()
-)
+    (
+        "ConditionalRequestConflict", "InternalError", "OperationAborted", "RequestTimeout", "ServiceUnavailable",
+        "SlowDown", "ThrottlingException", "TooManyRequests",
+    )
+)  # fmt: skip
 _EXPIRED_CODES: Final = frozenset(("ExpiredToken", "TokenRefreshRequired", "ExpiredTokenException"))
 _FULL_CODES: Final = frozenset(
     ("EntityTooLarge", "QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "InsufficientCapacity")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FRESH_S: Final = 60.0
-"""Credentials younger than this are used without asking botocore, which renews them from 15 minutes before their end."""
+"""Younger credentials are used without asking botocore, which renews them from 15 minutes before their end."""
 _USABLE_S: Final = 300.0
 """Older ones are used while new ones are on their way, up to this age."""
 _DEFAULT_REGION: Final = "us-east-1"

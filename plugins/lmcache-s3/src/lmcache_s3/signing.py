@@ -1,6 +1,6 @@
 """Requests as bytes, signed with AWS Signature Version 4.
 
-botocore has a signer too, which writes session tokens into its debug log; the tests hold the two to the same signatures.
+botocore has a signer too, which writes session tokens into its debug log; tests hold both to the same signatures.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ class Transfers:
     def _get_whole(self, key: ChunkKey, into: memoryview, deadline: Deadline) -> int | None:
         def read(exchange: Exchange) -> int | None:
             if exchange.head.status == 404:
-                return self._absent(exchange)
+                self._check_absent(exchange)
+                return None
             return self._read(key, exchange, into)
 
         return self._client.call(Request("GET", self._target.path(key), (200, 404)), read, deadline)
@@ -79,7 +80,8 @@ class Transfers:
 
         def open_(exchange: Exchange) -> _Opened | None:
             if exchange.head.status == 404:
-                return self._absent(exchange)
+                self._check_absent(exchange)
+                return None
             if exchange.head.status == 416:
                 raise ChunkCorrupt(f"{key!r} has no bytes in S3")
             if exchange.head.status == 200:  # a server without ranges
@@ -132,7 +134,7 @@ class Transfers:
         exchange.read_into(into[:nbytes])
         return nbytes
 
-    def _absent(self, exchange: Exchange) -> None:
+    def _check_absent(self, exchange: Exchange) -> None:
         text = exchange.text()
         if error_code(text) == "NoSuchBucket":
             raise problem("GET", exchange.head, text, self._target)

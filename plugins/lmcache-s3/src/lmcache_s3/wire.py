@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ MAX_TEXT_NBYTES: Final = 16 << 20
 _EXPECT_WAIT_S: Final = 1.0
 """A server that knows no `Expect: 100-continue` gets the body after this long, as RFC 9110 has it."""
 _JOIN_NBYTES: Final = 32 << 10
-_SEND_NBYTES: Final = 4 << 20
 _LAST_WORDS_S: Final = 0.5
 _BODILESS: Final = frozenset((204, 304))
 
@@ -70,6 +70,9 @@ class Connection:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._in_kernel = not isinstance(sock, ssl.SSLSocket)
+        if self._in_kernel:
+            sock.settimeout(None)
         self._ahead = memoryview(b"")
         self._clean = True
         self._last = False
@@ -125,7 +128,7 @@ class Connection:
                 self._send(head, deadline)
                 self._send(body, deadline)
             return None
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:
             raise Late from error
         except (OSError, ValueError) as error:
             # It may have said why before it hung up.
@@ -149,15 +152,16 @@ class Connection:
         done = min(len(self._ahead), len(into))
         into[:done] = self._ahead[:done]
         self._ahead = self._ahead[done:]
-        receive, settimeout, nbytes = self._sock.recv_into, self._sock.settimeout, len(into)
+        nbytes = len(into)
+        flags = socket.MSG_WAITALL if self._in_kernel else 0
         try:
             while done < nbytes:
-                settimeout(deadline.left())
-                count = receive(into[done:])
+                self._allow(socket.SO_RCVTIMEO, deadline)
+                count = self._sock.recv_into(into[done:], 0, flags)
                 if not count:
                     raise WireError(f"the body ended after {done} of {nbytes} bytes", fresh=False)
                 done += count
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:
             raise Late from error
         except (OSError, ValueError) as error:
             raise WireError(f"after {done} of {nbytes} bytes: {_cause(error)}", fresh=False) from error
@@ -192,9 +196,23 @@ class Connection:
 
     def _send(self, data: bytes | memoryview, deadline: Deadline) -> None:
         view = memoryview(data)
-        for start in range(0, len(view), _SEND_NBYTES):
-            self._sock.settimeout(deadline.left())
-            self._sock.sendall(view[start : start + _SEND_NBYTES])
+        done = 0
+        while done < len(view):
+            self._allow(socket.SO_SNDTIMEO, deadline)
+            done += self._sock.send(view[done:])
+
+    def _allow(self, what: int, deadline: Deadline) -> None:
+        """Bound the next call on the socket by what is left of the deadline.
+
+        The kernel keeps the time of a whole transfer, in one call without the interpreter; with TLS Python has to.
+        """
+        left_s = deadline.left()
+        if self._in_kernel:
+            whole = int(left_s)
+            micros = max(1, int((left_s - whole) * 1e6))
+            self._sock.setsockopt(socket.SOL_SOCKET, what, struct.pack("@ll", whole, micros))
+        else:
+            self._sock.settimeout(left_s)
 
     def _await_continue(self, deadline: Deadline) -> Head | None:
         try:
@@ -231,9 +249,9 @@ class Connection:
     def _receive(self, deadline: Deadline) -> bytes:
         fresh = not self._ahead
         try:
-            self._sock.settimeout(deadline.left())
+            self._allow(socket.SO_RCVTIMEO, deadline)
             return self._sock.recv(16 << 10)
-        except TimeoutError as error:
+        except (TimeoutError, BlockingIOError) as error:
             raise Late from error
         except (OSError, ValueError) as error:
             raise WireError(_cause(error), fresh=fresh) from error
