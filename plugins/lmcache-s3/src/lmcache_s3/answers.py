@@ -74,7 +74,7 @@ def problem(method: str, head: Head, text: bytes, target: Target) -> Exception:
     if _REQUEST_ID.fullmatch(request_id):
         parts.append(f"request {request_id}")
     message = "; ".join(parts)
-    if code in _EXPIRED_CODES:
+    if code in _EXPIRED_CODES or (method == "HEAD" and head.status == 400):  # the latter has no body to say why
         return Passing(BackendError(message), expired=True)
     if code in _FULL_CODES or head.status in (413, 507):
         return BackendFull(message)

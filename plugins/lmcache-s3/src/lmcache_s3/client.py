@@ -74,6 +74,8 @@ class Client:
         self._pid = os.getpid()
         self._closed = False
         self._random = random.Random()
+        owner = options.expected_owner
+        self._always = {} if owner is None else {"x-amz-expected-bucket-owner": owner}
         if not self.target.tls and not self.target.loopback:
             log.warning("s3: %s is not encrypted on its way: use https://", self.target)
 
@@ -133,7 +135,7 @@ class Client:
             request.method,
             request.path,
             query=request.query,
-            headers=request.headers,
+            headers={**request.headers, **self._always},
             body=request.body,
             sign_payload=self._options.sign_payload,
         )

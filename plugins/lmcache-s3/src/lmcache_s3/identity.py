@@ -21,6 +21,8 @@ _FRESH_S: Final = 60.0
 """Younger credentials are used without asking botocore, which renews them from 15 minutes before their end."""
 _USABLE_S: Final = 300.0
 """Older ones are used while new ones are on their way, up to this age."""
+_RENEW_INTERVAL_S: Final = 10.0
+"""A server that refuses every token as expired does not make us ask for another at each call."""
 _DEFAULT_REGION: Final = "us-east-1"
 
 
@@ -34,6 +36,7 @@ class Identity:
         self._known_at = float("-inf")
         self._problem = ""
         self._asking = False
+        self._renewed_at = float("-inf")
         self._source: object = None
 
     def credentials(self, deadline: Deadline) -> ReadOnlyCredentials | None:
@@ -59,10 +62,16 @@ class Identity:
             return self._known
 
     def renew(self) -> bool:
-        """The server refused our token as expired: ask for another; False where there is no other to be had."""
+        """The server refused our token as expired: have another asked for; False where there is none to be had."""
+        if self._options.access_key_id or self._options.anonymous:
+            return False
+        now = time.monotonic()
         with self._changed:
-            self._known, self._known_at = None, float("-inf")
-        return not self._options.access_key_id and not self._options.anonymous
+            if now - self._renewed_at < _RENEW_INTERVAL_S:
+                return False
+            self._renewed_at = now
+            self._known, self._known_at, self._source = None, float("-inf"), None
+        return True
 
     def _ask(self) -> None:
         found, problem = None, ""
@@ -98,13 +107,6 @@ def region_of(options: S3Options) -> str:
         return _DEFAULT_REGION
     region = _session(options.profile).get_config_variable("region")
     return region if isinstance(region, str) and region else _DEFAULT_REGION
-
-
-def dns_suffix(region: str) -> str:
-    """What the host names of Amazon's region end with."""
-    resolver = _session(None).get_component("endpoint_resolver")
-    suffix: str = resolver.get_partition_dns_suffix(resolver.get_partition_for_region(region))
-    return suffix
 
 
 def _fixed(options: S3Options) -> ReadOnlyCredentials:

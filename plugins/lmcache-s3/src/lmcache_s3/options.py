@@ -65,7 +65,7 @@ class S3Options:
     storage_class: StorageClass | None = None
     """Storage class to ask for.  Default: the bucket's."""
     skip_existing: bool = True
-    """Do not send a record that is there already (If-None-Match).  Default true."""
+    """Do not send a record that is there already.  Default true."""
     multipart_threshold_nbytes: int = 128 * MiB
     """Larger records are stored in parts, in parallel.  Default 128MiB."""
     part_nbytes: int = 32 * MiB

@@ -9,11 +9,13 @@ from urllib.parse import quote, urlsplit
 
 from lmcache_core import ChunkKey
 
-from .identity import dns_suffix, region_of
+from .identity import region_of
 from .options import S3Options
 
 LAYOUT: Final = "v1"
 _SAFE: Final = "/-_.~"
+_SUFFIXES: Final = {"cn-": "amazonaws.com.cn", "eusc-": "amazonaws.eu"}
+"""What host names end with in regions that are apart from the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Target:
     @classmethod
     def of(cls, options: S3Options) -> Target:
         region = region_of(options)
-        url = urlsplit(options.endpoint or f"https://s3.{region}.{dns_suffix(region)}")
+        suffix = next((s for start, s in _SUFFIXES.items() if region.startswith(start)), "amazonaws.com")
+        url = urlsplit(options.endpoint or f"https://s3.{region}.{suffix}")
         tls = url.scheme == "https"
         host, port = url.hostname or "", url.port or (443 if tls else 80)
         in_path = options.addressing == "path" or (

@@ -19,8 +19,8 @@ from .wire import Deadline
 
 log = logging.getLogger(__name__)
 
-_EXPECT_NBYTES: Final = 64 << 10
-"""From here on a record waits for the word that it is wanted: one that is there already is not sent."""
+_LARGE_NBYTES: Final = 1 << 20
+"""From here on S3 is asked first whether it has the record, and says before it is sent whether it takes it."""
 _ABORT_S: Final = 1.0
 _CONTENT_RANGE: Final = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 
@@ -51,6 +51,8 @@ class Transfers:
         return self._get_whole(key, into, deadline)
 
     def put(self, key: ChunkKey, data: memoryview, deadline: Deadline) -> None:
+        if self._options.skip_existing and len(data) >= _LARGE_NBYTES and self._is_there(key, deadline):
+            return
         if len(data) > self._options.multipart_threshold_nbytes:
             self._put_parts(key, data, deadline)
             return
@@ -139,22 +141,22 @@ class Transfers:
         if error_code(text) == "NoSuchBucket":
             raise problem("GET", exchange.head, text, self._target)
 
+    def _is_there(self, key: ChunkKey, deadline: Deadline) -> bool:
+        request = Request("HEAD", self._target.path(key), (200, 404))
+        return self._client.call(request, lambda exchange: exchange.head.status == 200, deadline)
+
     def _put_whole(self, key: ChunkKey, data: memoryview, deadline: Deadline, conditional: bool) -> None:
         headers = self._headers()
         if conditional:
             headers["if-none-match"] = "*"
-            if len(data) >= _EXPECT_NBYTES:
-                headers["expect"] = "100-continue"
+        if len(data) >= _LARGE_NBYTES:
+            headers["expect"] = "100-continue"
         wanted = (200, 412) if conditional else (200,)
         request = Request("PUT", self._target.path(key), wanted, headers=headers, body=data)
         self._client.call(request, lambda exchange: exchange.text(), deadline)
 
     def _put_parts(self, key: ChunkKey, data: memoryview, deadline: Deadline) -> None:
         path = self._target.path(key)
-        if self._conditional:
-            head = Request("HEAD", path, (200, 404))
-            if self._client.call(head, lambda exchange: exchange.head.status == 200, deadline):
-                return
         start = Request("POST", path, (200,), {"uploads": ""}, self._headers(), memoryview(b""))
         upload = upload_id(self._client.call(start, lambda exchange: exchange.text(), deadline))
         length = max(self._options.part_nbytes, -(-len(data) // MAX_PARTS))
