@@ -282,9 +282,7 @@ def test_messages_hold_nothing_that_the_server_made_up(s3: S3Backend, proxy: Pro
     assert str(caught.value).isprintable()
 
 
-def test_debug_logs_and_errors_hold_no_secret(
-    open_s3: Open, proxy: Proxy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_debug_logs_and_errors_hold_no_secret(open_s3: Open, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     s3 = open_s3(session_token="very-secret-token")
     for fault in (None, Fault(status=403), Fault(status=400, code="ExpiredToken"), Fault("short")):

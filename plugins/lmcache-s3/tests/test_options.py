@@ -169,7 +169,7 @@ def test_an_expired_token_is_renewed_once(no_aws: Path, proxy: Proxy, prefix: st
         proxy.always = lambda seen: Fault(status=400, code="ExpiredToken")
         proxy.seen.clear()
         with pytest.raises(BackendError, match="ExpiredToken"):
-            s3.contains(record_key)
+            held(s3, record_key, 64)
     assert len(proxy.seen) == 1
     assert counter.read_text().split() == ["once"] * 2
 

@@ -38,7 +38,9 @@ ROLE = ReadOnlyCredentials("ASIAEXAMPLE", "other/secret", "token/with+signs==")
 def test_signatures_agree_with_botocore(
     credentials: Any, sign_payload: bool, method: str, prefix: str, query: Any, headers: Any, body: Any, endpoint: str
 ) -> None:
-    target = Target.of(S3Options(bucket="kv-cache", prefix=prefix, endpoint=endpoint, region="eu-west-1", anonymous=True))
+    target = Target.of(
+        S3Options(bucket="kv-cache", prefix=prefix, endpoint=endpoint, region="eu-west-1", anonymous=True)
+    )
     view = None if body is None else memoryview(body)
     head = request_head(
         target, credentials, method, target.path(new_key()), query=query, headers=headers, body=view,

@@ -220,9 +220,7 @@ def test_a_completion_that_fails_after_it_said_200_is_a_fault(open_s3: Open, pro
     fault = Fault(status=200, body=error)
     key, data = new_key(), record(6 * MiB)
     completions = iter([fault, None])
-    proxy.always = lambda seen: (
-        next(completions) if seen.method == "POST" and "uploadId" in seen.path else None
-    )
+    proxy.always = lambda seen: next(completions) if seen.method == "POST" and "uploadId" in seen.path else None
     s3.put(key, data)
     assert held(s3, key, len(data)) == data
 

@@ -140,6 +140,7 @@ class Connection:
 
     def head(self, deadline: Deadline, *, bodiless: bool = False) -> Head:
         """Read the head of the response, past any 1xx before it."""
+        self._clean = False
         while True:
             head = _parse(self._until_blank_line(deadline), bodiless)
             if head.status >= 200:
