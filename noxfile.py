@@ -108,7 +108,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def bench(session: nox.Session) -> None:
     """`nox -s bench -- NAME --json`; `--list` names the benchmarks."""
-    install_once(session, PACKAGES, [])
+    install_once(session, PACKAGES, [tool for p in PACKAGES for tool in dependency_group(p, "bench")])
     session.run("python", str(ROOT / "benchmarks" / "run.py"), *session.posargs)
 
 

@@ -141,9 +141,10 @@ def test_a_profile_that_is_not_there_is_an_error_at_once(no_aws: Path) -> None:
 
 
 def test_no_credentials_anywhere_is_said(no_aws: Path, proxy: Proxy) -> None:
-    with S3Backend(S3Options(bucket="records", endpoint=proxy.url), Context(timeout_s=5)) as s3:
-        with pytest.raises(BackendError, match="no credentials: give access_key_id"):
-            s3.contains(new_key())
+    given = S3Options(bucket="records", endpoint=proxy.url)
+    said = "no credentials: give access_key_id"
+    with S3Backend(given, Context(timeout_s=5)) as s3, pytest.raises(BackendError, match=said):
+        s3.contains(new_key())
     assert not proxy.seen
 
 

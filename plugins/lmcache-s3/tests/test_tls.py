@@ -62,9 +62,12 @@ def test_a_stall_over_tls_ends_at_the_deadline(secure: Proxy, authority: tuple[t
 
 
 def test_an_unknown_authority_is_refused_and_named(secure: Proxy, prefix: str) -> None:
-    with S3Backend(options(secure.url, prefix), Context(timeout_s=20)) as s3:
-        with pytest.raises(BackendError, match="certificate is not trusted") as caught:
-            s3.contains(new_key())
+    said = "certificate is not trusted"
+    with (
+        S3Backend(options(secure.url, prefix), Context(timeout_s=20)) as s3,
+        pytest.raises(BackendError, match=said) as caught,
+    ):
+        s3.contains(new_key())
     assert not isinstance(caught.value, BackendUnavailable)
     assert not secure.seen
 
