@@ -16,6 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmcache_core import ChunkKey, Context
+from lmcache_s3 import S3Backend, S3Options
+
 ADMIN = ("AKadmin", "SK/admin+secret")
 READER = ("AKreader", "SK/reader+secret")
 START_TIMEOUT_S = 60.0
@@ -92,3 +95,12 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
                 return
         time.sleep(0.05)  # a condition of another process, looked at until the deadline
     raise RuntimeError(f"SeaweedFS did not start: {log.read_text()[-2000:]}")
+
+
+def create_bucket(server: Seaweed, name: str) -> None:
+    """Without a client of anybody's: an administrator's first put makes the bucket."""
+    key, secret = ADMIN
+    options = S3Options(bucket=name, endpoint=server.url, access_key_id=key, secret_access_key=secret)
+    with S3Backend(options, Context(timeout_s=START_TIMEOUT_S)) as backend:
+        backend.put(ChunkKey(bytes(48)), memoryview(b"first"))
+        backend.remove(ChunkKey(bytes(48)))
