@@ -14,6 +14,7 @@ HIGHER_IS_BETTER: Final = {
     "% counted": True,
     "% of capacity": False,
     "ms": False,
+    "CPU-ms/GB": False,
     "us/chunk": False,
     "CPU-s": False,
     "keys/s": True,
