@@ -18,7 +18,8 @@ from typing import Final
 
 from .. import wire
 from ..buffers import Extent
-from ..config import CacheConfig, ServerConfig
+from ..config import CacheConfig
+from ..endpoints import ServerConfig
 from ..errors import ConfigError
 from ..local import Prefaults, add_pool_gauges
 from ..metrics import Metrics
@@ -39,7 +40,7 @@ class Daemon:
 
     def __init__(self, config: CacheConfig, *, socket_path: Path | None = None) -> None:
         self._server = config.server
-        self.socket_path = socket_path or default_socket(config.server)
+        self.socket_path = socket_path or config.daemon_socket
         self.metrics = Metrics()
         self._pool, self._events = open_pool(config, self.metrics)
         self._prefaults = Prefaults()
@@ -257,16 +258,6 @@ class Writer:
         if self._waiting:
             self._waiting = False
             self._loop.remove_writer(self._sock)
-
-
-def default_socket(server: ServerConfig) -> Path:
-    """The configured socket, else one in the user's or the system's run directory."""
-    if server.socket:
-        return Path(server.socket).expanduser()
-    run = os.environ.get("XDG_RUNTIME_DIR")
-    if run:
-        return Path(run) / "lmcache" / "lmcache.sock"
-    return Path("/run/lmcache/lmcache.sock") if os.getuid() == 0 else Path(f"/tmp/lmcache-{os.getuid()}/lmcache.sock")
 
 
 def bind(path: Path, server: ServerConfig) -> socket.socket:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
 
+from ..endpoints import parse_address
 from ..errors import ConfigError
 from ..metrics import Metrics
 
@@ -26,16 +26,11 @@ class HttpServer:
         """Serve on "host:port", port 0 for a free one; nothing for ""."""
         if not address:
             return None
-        host, _, port = address.rpartition(":")
-        try:
-            loopback = ip_address(host.strip("[]")).is_loopback
-            number = int(port)
-        except ValueError as error:
-            raise ConfigError(f"server.http: {address!r} is not an IP address and a port: {error}") from error
-        if not loopback:
-            raise ConfigError(f"server.http: {address} is not on loopback; put a proxy with authentication before it")
+        where = parse_address(address)
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = 10.0  # a scrape that takes longer to ask is no scrape
+
             def do_GET(self) -> None:  # the name is the library's
                 if self.path == "/healthz":
                     self._answer(200, "alive\n")
@@ -59,7 +54,7 @@ class HttpServer:
                 return None
 
         try:
-            server = ThreadingHTTPServer((host.strip("[]"), number), Handler)
+            server = ThreadingHTTPServer((where.host, where.port), Handler)
         except OSError as error:
             raise ConfigError(f"server.http: cannot listen on {address}: {error}") from error
         server.daemon_threads = True
