@@ -97,7 +97,7 @@ class CacheConfig:
     """Of the daemon whose memory and tiers `open_cache` is to use; "auto" for its default.  None opens our own."""
     tiers: tuple[TierConfig, ...] = field(default_factory=_default_tiers)
     plugins: PluginsConfig = PluginsConfig()
-    server: ServerConfig = ServerConfig()
+    server: ServerConfig = field(default_factory=ServerConfig)
     origins: Origins = field(default_factory=dict, repr=False, compare=False, metadata=NOT_CONFIGURED)
     """Where each value came from, by key path; what is missing has its default."""
 
