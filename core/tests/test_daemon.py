@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tiny import BLOCKS, Engine, chain, load, model, store, until
+from tiny import BLOCKS, Engine, chain, load, store, until
 
 from lmcache_core import CacheConfig, TierConfig
 from lmcache_core.client.cache import connect
@@ -45,7 +45,7 @@ def test_what_one_client_stores_another_restores(tmp_path):
         assert load(two, chain(9))[0] == 6
         assert load(two, chain(6))[1].ok_chunks == 6
         assert until(lambda: daemon._pool.usage()[1] == 0)
-        assert two.status()["clients"] == 2
+        assert two.daemon_status()["clients"] == 2
 
 
 def test_without_a_daemon_everything_is_a_miss_and_it_is_found_when_it_comes(tmp_path):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .buffers import copy_bytes
     from .cache import Cache, Hit, Job, JobResult
     from .chain import Chain, Group, GroupKind, Model, Shard
+    from .client.cache import RemoteCache, connect
     from .codec import Codec, Identity
     from .config import CacheConfig, TierConfig, load_config
     from .device import Device, DoneFence, Fence, Pages, Probe
@@ -101,12 +102,14 @@ __all__ = [
     "Probe",
     "RawOptions",
     "Region",
+    "RemoteCache",
     "Shard",
     "SupportsListing",
     "SupportsRegistration",
     "TierConfig",
     "Traits",
     "__version__",
+    "connect",
     "copy_bytes",
     "hookimpl",
     "load_config",
@@ -121,6 +124,7 @@ _MODULES: Final = {
     "buffers": "copy_bytes",
     "cache": "Cache Hit Job JobResult",
     "chain": "Chain Group GroupKind Model Shard",
+    "client.cache": "RemoteCache connect",
     "codec": "Codec Identity",
     "config": "CacheConfig TierConfig load_config",
     "device": "Device DoneFence Fence Pages Probe",

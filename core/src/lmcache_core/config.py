@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from .endpoints import AUTO, ServerConfig, TcpConfig, socket_path
 from .errors import ConfigError
 from .nodes import MAX_TEXT_NBYTES, Node, Scalar, Sequence, Table, parse_yaml
 from .options import (
@@ -35,7 +36,6 @@ FILE_VARIABLE: Final = "LMCACHE_CONFIG"
 PREFIX: Final = "LMCACHE__"
 MAX_TIERS: Final = 16
 _TIER_NAME: Final = re.compile(r"[a-z](?:[-_]?[a-z0-9]){0,31}")
-_MODE: Final = re.compile(r"0?[0-7]{3}")
 _PLUGIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}(@[A-Za-z0-9][A-Za-z0-9_.-]{0,127})?")
 _URL_PASSWORD: Final = re.compile(r"(://[^/@\s:]*:)[^@/\s]+(?=@)")
 
@@ -82,31 +82,6 @@ class PluginsConfig:
                 _check_plugin_name(key, name)
 
 
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    """How the daemon is reached: a Unix socket, and HTTP on loopback for health and metrics."""
-
-    socket: str = ""
-    """Path; empty for lmcache/lmcache.sock in $XDG_RUNTIME_DIR or the system's run directory."""
-    socket_mode: str = "0600"
-    socket_group: str = ""
-    allowed_uids: tuple[int, ...] = ()
-    """Who may connect; empty for the daemon's own user and root."""
-    max_clients: int = 1024
-    http: str = ""
-    """"127.0.0.1:9464", say; empty for none."""
-
-    def __post_init__(self) -> None:
-        if not _MODE.fullmatch(self.socket_mode):
-            raise FieldError("socket_mode", f'{self.socket_mode!r} is not an octal mode; write e.g. "0660"')
-        if not 1 <= self.max_clients <= 65_536:
-            raise FieldError("max_clients", f"must be 1 to 65,536, got {self.max_clients}")
-
-    @property
-    def mode(self) -> int:
-        return int(self.socket_mode, 8)
-
-
 def _default_tiers() -> tuple[TierConfig, ...]:
     return (TierConfig("host", MEMORY, capacity_nbytes=1 << 30),)
 
@@ -121,9 +96,11 @@ class CacheConfig:
     write: Literal["through", "second_use", "on_evict"] = "through"
     lease_timeout_s: float = 60.0
     key_secret: str = field(default="", repr=False)
+    socket: str | None = None
+    """Of the daemon whose memory and tiers `open_cache` is to use; "auto" for its default.  None opens our own."""
     tiers: tuple[TierConfig, ...] = field(default_factory=_default_tiers)
     plugins: PluginsConfig = PluginsConfig()
-    server: ServerConfig = ServerConfig()
+    server: ServerConfig = field(default_factory=ServerConfig)
     origins: Origins = field(default_factory=dict, repr=False, compare=False, metadata=NOT_CONFIGURED)
     """Where each value came from, by key path; what is missing has its default."""
 
@@ -136,13 +113,27 @@ class CacheConfig:
             raise FieldError("write", f"{self.write!r} is none of through, second_use, on_evict")
         if not self.lease_timeout_s > 0:
             raise FieldError("lease_timeout", f"must be above zero, got {self.lease_timeout_s}")
+        if self.socket == "":
+            raise FieldError("socket", "is empty; give a path, auto, or leave the key out")
         _check_plugin_name("device", self.device)
         _check_tiers(self.tiers)
+
+    @property
+    def daemon_socket(self) -> Path:
+        """Where a daemon with this configuration listens, and where to look for it."""
+        return socket_path(self.server.socket or self.socket or AUTO)
 
     @property
     def host(self) -> TierConfig | None:
         """The host memory tier, if there is one."""
         return self.tiers[0] if self.tiers[0].backend == MEMORY else None
+
+
+_SECTIONS: Final[dict[tuple[type, str], type]] = {
+    (CacheConfig, "plugins"): PluginsConfig,
+    (CacheConfig, "server"): ServerConfig,
+    (ServerConfig, "tcp"): TcpConfig,
+}
 
 
 def find_config(path: str | Path | None, environ: Mapping[str, str]) -> Path | None:
@@ -323,15 +314,10 @@ def _set(root: Table, steps: list[str], node: Scalar) -> Table | None:
     """`root` with `node` at the place that `steps` name, or `None` if there is no such place."""
     head = steps[0].lower()
     rest = [step.lower() for step in steps[1:]]
-    if not rest:
-        return None if head in ("tiers", "plugins") else _set_field(root, CacheConfig, head, node)
-    if head == "plugins" and len(rest) == 1:
-        plugins = root.items.get("plugins")
-        inner = plugins if isinstance(plugins, Table) else Table({}, node.source)
-        changed = _set_field(inner, PluginsConfig, rest[0], node)
-        return changed and root.with_item("plugins", changed)
+    if head != "tiers":
+        return _set_below(root, CacheConfig, [head, *rest], node)
     tiers = root.items.get("tiers")
-    if head != "tiers" or len(rest) < 2 or not isinstance(tiers, Sequence):
+    if len(rest) < 2 or not isinstance(tiers, Sequence):
         return None
     for index, tier in enumerate(tiers.items):
         if isinstance(tier, Table) and _in_variables(_name_of(tier)).lower() == rest[0]:
@@ -341,6 +327,17 @@ def _set(root: Table, steps: list[str], node: Scalar) -> Table | None:
             items = (*tiers.items[:index], changed, *tiers.items[index + 1 :])
             return Table({**root.items, "tiers": Sequence(items, tiers.source)}, root.source, root.key_sources)
     return None
+
+
+def _set_below(table: Table, kind: type, steps: list[str], node: Scalar) -> Table | None:
+    """`table`, of the dataclass `kind`, with `node` at `steps`, which lead through the tables in `_SECTIONS`."""
+    section = _SECTIONS.get((kind, steps[0]))
+    if section is None or len(steps) == 1:
+        return None if section or len(steps) > 1 else _set_field(table, kind, steps[0], node)
+    inner = table.items.get(steps[0])
+    below = inner if isinstance(inner, Table) else Table({}, node.source)
+    changed = _set_below(below, section, steps[1:], node)
+    return changed and table.with_item(steps[0], changed)
 
 
 def _set_in_tier(tier: Table, steps: list[str], node: Scalar) -> Table | None:
@@ -364,8 +361,7 @@ def _set_field(table: Table, kind: type, key: str, node: Scalar) -> Table | None
 
 
 def _known_variables(root: Table, variable: str) -> list[str]:
-    names = [name for name in option_fields(CacheConfig) if name not in ("tiers", "plugins")]
-    names += [f"plugins__{f.name}" for f in fields(PluginsConfig)]
+    names = list(_variables(CacheConfig))
     tiers = root.items.get("tiers")
     for tier in tiers.items if isinstance(tiers, Sequence) else ():
         if isinstance(tier, Table):
@@ -373,6 +369,15 @@ def _known_variables(root: Table, variable: str) -> list[str]:
             names += [f"{head}{name}" for name in option_fields(TierConfig) if name not in ("name", "options")]
             names += [f"{head}options__{variable.rpartition('__')[2]}"]
     return [PREFIX + name.upper() for name in names]
+
+
+def _variables(kind: type) -> Iterator[str]:
+    for name in option_fields(kind):
+        section = _SECTIONS.get((kind, name))
+        if section is not None:
+            yield from (f"{name}__{inner}" for inner in _variables(section))
+        elif name != "tiers":
+            yield name
 
 
 def _in_variables(tier: str) -> str:

@@ -10,9 +10,11 @@ from typing import Any
 from . import plugins
 from .backend import Backend, Context
 from .buffers import Slab
+from .client.cache import RemoteCache, connect
 from .codec import Codec
 from .config import CacheConfig, TierConfig, load_config
 from .device import Device
+from .endpoints import socket_path
 from .errors import ConfigError, DeviceError, PluginError
 from .events import Events
 from .local import LocalCache
@@ -25,15 +27,22 @@ from .tier import Tier
 log = logging.getLogger(__name__)
 
 
-def open_cache(config: CacheConfig | str | Path | None = None) -> LocalCache:
+def open_cache(
+    config: CacheConfig | str | Path | None = None, *, socket: str | Path | None = None
+) -> LocalCache | RemoteCache:
     """Open the cache that a configuration, or the YAML file that `load_config` finds, describes.
 
+    With a `socket`, here or in the configuration, the cache is in the daemon that serves it, whose memory and tiers it
+    uses; none are opened here, and a daemon that is not there yet is no error.
     Raises ConfigError, PluginError or CapacityError, having closed whatever was open by then.
     """
     if not isinstance(config, CacheConfig):
         config = load_config(config)
     device_name, device = open_device(config.device, config.plugins.disable)
     metrics = Metrics()
+    if socket is not None or config.socket is not None:
+        path = socket_path(str(socket)) if socket is not None else config.daemon_socket
+        return connect(path, device, device_name=device_name, metrics=metrics, events=open_events(config, metrics))
     pool, events = open_pool(config, metrics)
     return LocalCache(pool, device, metrics=metrics, events=events, device_name=device_name)
 
@@ -47,7 +56,7 @@ def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
     new_policy = _policy(host.policy if host is not None else "lru", disable)
     below = [tier for tier in config.tiers if tier is not host]
     slab = Slab(capacity)
-    events = _open_events(config, metrics)
+    events = open_events(config, metrics)
     tiers: list[Tier] = []
     try:
         for tier in below:
@@ -150,7 +159,8 @@ def _policy(name: str, disable: tuple[str, ...]) -> Callable[[], EvictionPolicy]
     return kind
 
 
-def _open_events(config: CacheConfig, metrics: Metrics) -> Events:
+def open_events(config: CacheConfig, metrics: Metrics) -> Events:
+    """The events of a cache, which call the hooks that the configuration names."""
     if not config.plugins.hooks and config.plugins.inline is None:
         return Events(None)
     manager = plugins.load_hooks(config.plugins.hooks, config.plugins.disable, config.plugins.inline)

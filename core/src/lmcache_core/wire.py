@@ -111,10 +111,24 @@ class Drain(_Message, frozen=True):
 
 
 class Clear(_Message, frozen=True):
-    """Remove what nobody uses of one namespace: a shard_id, or all with an empty one."""
+    """Remove what nobody uses of one namespace: a shard_id, a family_id, or all with an empty one."""
 
     call: int
-    shard_id: bytes
+    namespace: bytes
+
+
+class Pin(_Message, frozen=True):
+    """Hold what is in host memory of a prompt, also when the connection is gone, until Unpin or the daemon's end."""
+
+    call: int
+    model: int
+    digests: bytes
+
+
+class Unpin(_Message, frozen=True):
+    call: int
+    model: int
+    digests: bytes
 
 
 class Status(_Message, frozen=True):
@@ -214,6 +228,8 @@ ToDaemon = (
     | Evict
     | Drain
     | Clear
+    | Pin
+    | Unpin
     | Status
 )
 Reply = FoundReply | Reserved | Count | StatusReply | Failed

@@ -11,12 +11,20 @@ from lmcache_core.errors import CacheError
 from lmcache_core.spelling import did_you_mean
 
 COMMANDS: Final = {
+    "clear": (".control:clear", "Remove one namespace, or everything, from a daemon."),
     "config": (".config", "Check, show or begin a configuration file."),
     "conform": (".conform", "Run the conformance laws on a backend."),
+    "drain": (".control:drain", "Have a daemon write what is not written, and take no new stores."),
     "key": (".key", "Print the keys of a prompt's chunks."),
+    "pin": (".prompts:pin", "Keep a prompt's chunks in a daemon's memory."),
+    "ping": (".control:ping", "Ask whether a daemon answers."),
     "plugins": (".plugins", "List the installed plugins without importing them."),
+    "prefetch": (".prompts:prefetch", "Bring a prompt's chunks into a daemon's memory."),
+    "serve": (".serve", "Run the daemon: one cache for every engine on this node."),
+    "status": (".status", "Show how a daemon is."),
+    "unpin": (".prompts:unpin", "End what `lmc pin` keeps."),
 }
-"""Name: module and the line that `--help` shows."""
+"""Name: module (and the command in it, if it is not `command`) and the line that `--help` shows."""
 
 
 class Failure(click.ClickException):
@@ -32,7 +40,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
         if cmd_name not in COMMANDS:
             ctx.fail(f"No such command {cmd_name!r}{did_you_mean(cmd_name, COMMANDS)}")
-        command = importlib.import_module(COMMANDS[cmd_name][0], __name__).command
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module, __name__), name or "command")
         assert isinstance(command, click.Command)
         return command
 

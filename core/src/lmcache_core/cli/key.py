@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import IO, Final
+from collections.abc import Callable
+from typing import IO, Any, Final, TypeVar
 
 import click
 
@@ -14,28 +15,43 @@ from lmcache_core.keys import Family, salt_id
 from lmcache_core.layout import Layout, Region
 
 MAX_TOKENS_NBYTES: Final = 64 << 20
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-@click.command("key", help="Print the keys of a prompt's chunks.")
-@click.option("--tokens", help="Token ids, separated by commas or spaces.")
-@click.option("--tokens-file", type=click.File("rb"), help="A file with them (JSON array, or separated); - is stdin.")
-@click.option("--model", required=True, help="Name of the model.")
-@click.option("--weights", required=True, help="Revision or digest of its weights.")
-@click.option("--kv-dtype", required=True, help='Element type of the KV, e.g. "bfloat16".')
-@click.option("--chunk-tokens", type=int, default=256, show_default=True)
-@click.option("--adapter", default="", help="LoRA adapter: name and digest.")
-@click.option("--salt", envvar="LMCACHE_SALT", help="Tenant salt.")
-@click.option("--key-secret", envvar="LMCACHE_KEY_SECRET", default="", help="Secret that keys the salt.")
-@click.option("--tag", "tags", multiple=True, metavar="NAME=VALUE", help="What else changes the bytes; repeatable.")
-@click.option("--layers", default="0:1", show_default=True, metavar="A:B", help="Layer range of the shard.")
-@click.option("--heads", default="0:0", show_default=True, metavar="A:B", help="Head range; 0:0 is not split by heads.")
-@click.option("--group", type=int, default=0, show_default=True, help="Layer group.")
-@click.option("--block-tokens", type=int, help="Tokens of a block.  [default: --chunk-tokens]")
-@click.option("--block-nbytes", type=int, default=4096, show_default=True, help="Bytes of a block in one layer.")
-@click.option("--region", default="kv", show_default=True, help="Name of the one region of the layout.")
-@click.option("--packing", default="HND", show_default=True, help="How a block's bytes are arranged.")
-@click.option("--json", "as_json", is_flag=True)
-def command(
+def prompt_options(command: F) -> F:
+    """The options that describe a prompt; they reach the command as keywords for `prompt_of`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+_OPTIONS: Final = (
+    click.option("--tokens", help="Token ids, separated by commas or spaces."),
+    click.option(
+        "--tokens-file", type=click.File("rb"), help="A file with them (JSON array, or separated); - is stdin."
+    ),
+    click.option("--model", required=True, help="Name of the model."),
+    click.option("--weights", required=True, help="Revision or digest of its weights."),
+    click.option("--kv-dtype", required=True, help='Element type of the KV, e.g. "bfloat16".'),
+    click.option("--chunk-tokens", type=int, default=256, show_default=True),
+    click.option("--adapter", default="", help="LoRA adapter: name and digest."),
+    click.option("--salt", envvar="LMCACHE_SALT", help="Tenant salt."),
+    click.option("--key-secret", envvar="LMCACHE_KEY_SECRET", default="", help="Secret that keys the salt."),
+    click.option("--tag", "tags", multiple=True, metavar="NAME=VALUE", help="What else changes the bytes; repeatable."),
+    click.option("--layers", default="0:1", show_default=True, metavar="A:B", help="Layer range of the shard."),
+    click.option(
+        "--heads", default="0:0", show_default=True, metavar="A:B", help="Head range; 0:0 is no split by heads."
+    ),
+    click.option("--group", type=int, default=0, show_default=True, help="Layer group."),
+    click.option("--block-tokens", type=int, help="Tokens of a block.  [default: --chunk-tokens]"),
+    click.option("--block-nbytes", type=int, default=4096, show_default=True, help="Bytes of a block in one layer."),
+    click.option("--region", default="kv", show_default=True, help="Name of the one region of the layout."),
+    click.option("--packing", default="HND", show_default=True, help="How a block's bytes are arranged."),
+)
+
+
+def prompt_of(
+    *,
     tokens: str | None,
     tokens_file: IO[bytes] | None,
     model: str,
@@ -53,8 +69,8 @@ def command(
     block_nbytes: int,
     region: str,
     packing: str,
-    as_json: bool,
-) -> None:
+) -> Chain:
+    """The chain of a prompt in a model of one shard, as the options describe it."""
     family = Family(
         model=model,
         weights=weights,
@@ -76,9 +92,19 @@ def command(
         )
         layout = Layout(chunk_tokens=chunk_tokens, regions=(one,))
         shard = Shard.of(family, layout, group=group, layers=(start, stop), heads=_range("--heads", heads))
-        chain = Chain.of(Model(family, (Group(GroupKind.FULL, (shard,)),)), _tokens(tokens, tokens_file))
+        return Chain.of(Model(family, (Group(GroupKind.FULL, (shard,)),)), _tokens(tokens, tokens_file))
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+@click.command("key", help="Print the keys of a prompt's chunks.")
+@prompt_options
+@click.option("--json", "as_json", is_flag=True)
+def command(as_json: bool, **prompt: Any) -> None:
+    chain = prompt_of(**prompt)
+    family = chain.model.family
+    (shard,) = chain.model.shards
+    layout = shard.layout
     keys = [key.text for key in chain.keys(shard)]
     if as_json:
         found = {
@@ -93,9 +119,11 @@ def command(
     click.echo(f"family {family.family_id.hex()}")
     click.echo(f"shard  {shard.shard_id.hex()}  (layout {layout.fingerprint.hex()}, {layout.nbytes} bytes a chunk)")
     for index, key in enumerate(keys):
-        click.echo(f"chunk {index}  tokens {index * chunk_tokens}..{(index + 1) * chunk_tokens}  {key}")
-    tail = chain.tokens - len(keys) * chunk_tokens
-    click.echo(f"{chain.tokens} tokens, {len(keys)} whole chunks of {chunk_tokens}, {tail} in the tail without a key")
+        click.echo(f"chunk {index}  tokens {index * layout.chunk_tokens}..{(index + 1) * layout.chunk_tokens}  {key}")
+    tail = chain.tokens - len(keys) * layout.chunk_tokens
+    click.echo(
+        f"{chain.tokens} tokens, {len(keys)} whole chunks of {layout.chunk_tokens}, {tail} in the tail without a key"
+    )
 
 
 def _tokens(text: str | None, stream: IO[bytes] | None) -> list[int]:

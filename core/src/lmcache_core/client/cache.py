@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ..device import Device
 from ..events import Events
+from ..local import CacheStatus
 from ..metrics import Metrics
 from ..pooled import PooledCache
 from .remote import RemotePool
@@ -29,7 +32,14 @@ class RemoteCache(PooledCache):
         """Whether the daemon is there now."""
         return bool(self._pool.boot_id)
 
-    def status(self) -> dict[str, Any] | None:
+    def status(self) -> CacheStatus:
+        """How the cache is now: what the daemon says of its memory and tiers; empty if it does not answer."""
+        found = self.daemon_status()
+        if found is None:
+            return CacheStatus("", self._device_name, 0, 0, 0, 0, ())
+        return msgspec.convert({**found, "device": self._device_name}, CacheStatus)
+
+    def daemon_status(self) -> dict[str, Any] | None:
         """The daemon's account of itself, as `lmc status --json` prints it; None if it does not answer."""
         return self._pool.status()
 
@@ -42,6 +52,7 @@ def connect(
     connect_timeout_s: float = 1.0,
     call_timeout_s: float = 0.25,
     load_timeout_s: float = 30.0,
+    metrics: Metrics | None = None,
     events: Events | None = None,
 ) -> RemoteCache:
     """A cache in the daemon that serves `path`; returns when it is there, or after `connect_timeout_s` without it.
@@ -56,4 +67,6 @@ def connect(
         Path(path), call_timeout_s=call_timeout_s, connect_timeout_s=connect_timeout_s, load_timeout_s=load_timeout_s
     )
     pool.wait_connected(connect_timeout_s)
-    return RemoteCache(pool, device, metrics=Metrics(), events=events or Events(None), device_name=device_name)
+    return RemoteCache(
+        pool, device, metrics=metrics or Metrics(), events=events or Events(None), device_name=device_name
+    )

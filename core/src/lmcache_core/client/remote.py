@@ -227,16 +227,9 @@ class RemotePool:
         reply = self._ask(question, wire.Count)
         return reply.count if reply is not None else 0
 
-    def drain(self, timeout_s: float, *, refuse_new: bool = False) -> bool:
-        reply = self._ask(
-            lambda link, call: wire.Drain(call, timeout_s, refuse_new), wire.Count, timeout_s + self._call_timeout_s
-        )
+    def drain(self, timeout_s: float) -> bool:
+        reply = self._ask(lambda link, call: wire.Drain(call, timeout_s), wire.Count, timeout_s + self._call_timeout_s)
         return reply is not None and bool(reply.count)
-
-    def clear(self, shard_id: bytes) -> int | None:
-        """Remove one namespace; None if the daemon did not answer."""
-        reply = self._ask(lambda link, call: wire.Clear(call, shard_id), wire.Count, 10.0)
-        return reply.count if reply is not None else None
 
     def status(self) -> dict[str, Any] | None:
         """The daemon's own account of itself; None if it did not answer."""

@@ -11,27 +11,32 @@ import os
 import signal
 import socket
 import stat
+import time
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from .. import wire
+from .. import __version__, wire
 from ..buffers import Extent
-from ..config import CacheConfig, ServerConfig
+from ..config import CacheConfig
+from ..endpoints import ServerConfig
 from ..errors import ConfigError
 from ..local import Prefaults, add_pool_gauges
 from ..metrics import Metrics
 from ..opening import open_pool
+from .commands import Command, Commands
 from .http import HttpServer
 from .quarantine import Quarantine, open_peer_pidfd
 from .session import MAX_UNSENT_NBYTES, Session, peer_of
+from .tcp import TcpServer
 
 log = logging.getLogger(__name__)
 
 _RECV_NBYTES: Final = 1 << 18
 _HELLO_TIMEOUT_S: Final = 5.0
 _DRAIN_TIMEOUT_S: Final = 60.0
+MAX_DRAINS: Final = 64
 
 
 class Daemon:
@@ -39,7 +44,7 @@ class Daemon:
 
     def __init__(self, config: CacheConfig, *, socket_path: Path | None = None) -> None:
         self._server = config.server
-        self.socket_path = socket_path or default_socket(config.server)
+        self.socket_path = socket_path or config.daemon_socket
         self.metrics = Metrics()
         self._pool, self._events = open_pool(config, self.metrics)
         self._prefaults = Prefaults()
@@ -48,8 +53,12 @@ class Daemon:
         add_pool_gauges(self.metrics, self._pool)
         self.metrics.gauge("clients", "Connections now.", lambda: {(): float(len(self._sessions))})
         self._sessions: dict[int, Session] = {}
-        self._draining = False
+        self.commands = Commands(self._pool, self.status)
+        self._tasks: dict[asyncio.Task[None], socket.socket] = {}
+        self._drains: set[asyncio.Task[None]] = set()
         self._next = 1
+        self._began = time.monotonic()
+        self._also = {"http": "", "tcp": ""}
         self.ready = asyncio.Event()
 
     async def run(self, *, handle_signals: bool = True) -> None:
@@ -61,32 +70,42 @@ class Daemon:
         if handle_signals:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
-        listener = bind(self.socket_path, self._server)
-        http = HttpServer.start(self._server.http, self.metrics, self._readiness)
-        tasks: dict[asyncio.Task[None], socket.socket] = {}
-        try:
-            loop.add_reader(listener, self._accept, listener, tasks)
-            log.info("serving on %s, boot id %s%s", self.socket_path, self._pool.boot_id, f", {http}" if http else "")
+        async with contextlib.AsyncExitStack() as at_end:
+            at_end.push_async_callback(loop.run_in_executor, None, self.close)
+            at_end.callback(self._quarantine.close)
+            http = HttpServer.start(self._server.http, self.metrics, self._readiness)
+            if http is not None:
+                at_end.callback(http.close)
+            tcp = await TcpServer.start(self._server.tcp, self.commands, self._pool.boot_id)
+            if tcp is not None:
+                at_end.push_async_callback(tcp.close)
+            self._listener = bind(self.socket_path, self._server)
+            self._inode = self.socket_path.lstat().st_ino
+            at_end.push_async_callback(self._end_connections)
+            loop.add_reader(self._listener, self._accept)
+            also = "".join(f", {kind} {place.address}" for kind, place in (("http", http), ("tcp", tcp)) if place)
+            log.info("serving on %s%s, boot id %s", self.socket_path, also, self._pool.boot_id)
+            self._also = {"http": str(http.address) if http else "", "tcp": str(tcp.address) if tcp else ""}
             notify_systemd("READY=1")
             self.ready.set()
             await self._stop.wait()
             notify_systemd("STOPPING=1")
-            self._draining = True
-            loop.remove_reader(listener)
-            await loop.run_in_executor(None, self._pool.drain, _DRAIN_TIMEOUT_S)
-        finally:
-            loop.remove_reader(listener)
-            listener.close()
-            with contextlib.suppress(FileNotFoundError):
+            log.info("stopping: writing what is not written yet, at most %.0f s", _DRAIN_TIMEOUT_S)
+            self.commands.stop()
+            loop.remove_reader(self._listener)
+            if not await loop.run_in_executor(None, self._pool.drain, _DRAIN_TIMEOUT_S):
+                log.warning("stopping without having written everything")
+
+    async def _end_connections(self) -> None:
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        with contextlib.suppress(FileNotFoundError):
+            if self.socket_path.lstat().st_ino == self._inode:  # not another daemon's by now
                 self.socket_path.unlink()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # the tasks' callbacks close their sockets
-            self._quarantine.close()
-            if http is not None:
-                http.close()
-            await loop.run_in_executor(None, self.close)
+        for task in [*self._tasks, *self._drains]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *self._drains, return_exceptions=True)
+        await asyncio.sleep(0)  # the tasks' callbacks close their sockets
 
     def stop(self) -> None:
         """On the loop's thread."""
@@ -102,13 +121,18 @@ class Daemon:
         """What `lmc status` shows."""
         records, in_use, used = self._pool.usage()
         return {
+            "version": __version__,
             "boot_id": self._pool.boot_id,
             "pid": os.getpid(),
+            "uptime_s": round(time.monotonic() - self._began, 3),
             "socket": str(self.socket_path),
-            "draining": self._draining,
+            **self._also,
+            "problem": self._readiness(),
             "clients": len(self._sessions),
             "leases": self._pool.leases.count(),
+            "pins": self.commands.pins,
             "quarantined_slots": len(self._quarantine),
+            "name": self._pool.name,
             "records": records,
             "records_in_use": in_use,
             "used_nbytes": used,
@@ -119,7 +143,7 @@ class Daemon:
     def _readiness(self) -> str:
         """ "" when the tiers are usable, else which are not."""
         down = [tier.name for tier in self._pool.tiers if not tier.ready]
-        return "draining" if self._draining else f"tiers down: {', '.join(down)}" if down else ""
+        return "draining" if self.commands.draining else f"tiers down: {', '.join(down)}" if down else ""
 
     def _extent_dropped(self, extent: Extent) -> None:
         """From any thread, under the pool's lock."""
@@ -129,15 +153,16 @@ class Daemon:
         for session in self._sessions.values():
             session.extent_dropped(extent_id)
 
-    def _accept(self, listener: socket.socket, tasks: dict[asyncio.Task[None], socket.socket]) -> None:
+    def _accept(self) -> None:
         """Called when somebody waits: not a coroutine, whose cancelling could lose a socket."""
+        tasks = self._tasks
         try:
-            sock, _ = listener.accept()
+            sock, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 log.warning("no descriptor left for another connection: %s", error)
-                self._loop.remove_reader(listener)
-                self._loop.call_later(0.1, self._loop.add_reader, listener, self._accept, listener, tasks)
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(0.1, self._accept_again)
             return
         sock.setblocking(False)
         if len(tasks) >= self._server.max_clients:
@@ -149,11 +174,15 @@ class Daemon:
         tasks[task] = sock
         task.add_done_callback(lambda done: tasks.pop(done).close())
 
+    def _accept_again(self) -> None:
+        if not self._stop.is_set():
+            self._loop.add_reader(self._listener, self._accept)
+
     async def _serve(self, sock: socket.socket) -> None:
         pid, uid, _ = peer_of(sock)
         pidfd = open_peer_pidfd(sock, pid)
         writer = Writer(sock, self._loop)
-        session = Session(self._next, self._pool, self._loop, writer.send, self.status, lambda: self._draining)
+        session = Session(self._next, self._pool, self._loop, writer.send, lambda: self.commands.draining)
         self._next += 1
         frames = wire.Frames(wire.to_daemon_decoder())
         try:
@@ -167,7 +196,7 @@ class Daemon:
                     return
                 for message in frames.feed(data):
                     if welcomed:
-                        self._handle(session, message)
+                        await self._handle(session, message)
                     else:
                         self._welcome(session, message)
                         welcomed = True
@@ -197,14 +226,23 @@ class Daemon:
             self._quarantine.released_by(message.client)
         session.send(wire.Welcome(wire.PROTOCOL, self._pool.boot_id, os.getpid()))
 
-    def _handle(self, session: Session, message: wire.ToDaemon) -> None:
+    async def _handle(self, session: Session, message: wire.ToDaemon) -> None:
         if isinstance(message, wire.Drain):
-            self._draining = self._draining or message.refuse_new
-            drained = self._loop.run_in_executor(None, self._pool.drain, min(message.timeout_s, 3600.0))
-            call = message.call
-            drained.add_done_callback(lambda done: session.send(wire.Count(call, int(done.result()))))
-            return
-        session.handle(message)
+            if len(self._drains) >= MAX_DRAINS:
+                session.send(wire.Failed(message.call, f"{MAX_DRAINS} drains are waited for already"))
+                return
+            task = self._loop.create_task(self._command(session, message))
+            self._drains.add(task)
+            task.add_done_callback(self._drains.discard)
+        elif isinstance(message, Command):
+            await self._command(session, message)
+        else:
+            if isinstance(message, wire.Define):
+                self.commands.learn(message.definition)
+            session.handle(message)
+
+    async def _command(self, session: Session, command: Command) -> None:
+        session.send(await self.commands.answer(command, session.chain))
 
 
 class Writer:
@@ -257,16 +295,6 @@ class Writer:
         if self._waiting:
             self._waiting = False
             self._loop.remove_writer(self._sock)
-
-
-def default_socket(server: ServerConfig) -> Path:
-    """The configured socket, else one in the user's or the system's run directory."""
-    if server.socket:
-        return Path(server.socket).expanduser()
-    run = os.environ.get("XDG_RUNTIME_DIR")
-    if run:
-        return Path(run) / "lmcache" / "lmcache.sock"
-    return Path("/run/lmcache/lmcache.sock") if os.getuid() == 0 else Path(f"/tmp/lmcache-{os.getuid()}/lmcache.sock")
 
 
 def bind(path: Path, server: ServerConfig) -> socket.socket:

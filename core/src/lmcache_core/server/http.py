@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from ipaddress import ip_address
 
+from ..endpoints import Address, parse_address
 from ..errors import ConfigError
 from ..metrics import Metrics
 
@@ -19,23 +20,22 @@ class HttpServer:
         self._thread = threading.Thread(target=server.serve_forever, args=(0.1,), name="lmcache-http", daemon=True)
         self._thread.start()
         host, port = server.server_address[:2]
-        self.address = f"http://{host!s}:{port}"
+        self.address = Address(str(host), port)
 
     @classmethod
     def start(cls, address: str, metrics: Metrics, readiness: Callable[[], str]) -> HttpServer | None:
         """Serve on "host:port", port 0 for a free one; nothing for ""."""
         if not address:
             return None
-        host, _, port = address.rpartition(":")
-        try:
-            loopback = ip_address(host.strip("[]")).is_loopback
-            number = int(port)
-        except ValueError as error:
-            raise ConfigError(f"server.http: {address!r} is not an IP address and a port: {error}") from error
-        if not loopback:
-            raise ConfigError(f"server.http: {address} is not on loopback; put a proxy with authentication before it")
+        where = parse_address(address)
+
+        class Server(ThreadingHTTPServer):
+            address_family = socket.AF_INET6 if ":" in where.host else socket.AF_INET
+            daemon_threads = True
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = 10.0  # a scrape that takes longer to ask is no scrape
+
             def do_GET(self) -> None:  # the name is the library's
                 if self.path == "/healthz":
                     self._answer(200, "alive\n")
@@ -59,14 +59,10 @@ class HttpServer:
                 return None
 
         try:
-            server = ThreadingHTTPServer((host.strip("[]"), number), Handler)
+            server = Server((where.host, where.port), Handler)
         except OSError as error:
             raise ConfigError(f"server.http: cannot listen on {address}: {error}") from error
-        server.daemon_threads = True
         return cls(server)
-
-    def __str__(self) -> str:
-        return self.address
 
     def close(self) -> None:
         self._server.shutdown()

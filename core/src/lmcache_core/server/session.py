@@ -31,7 +31,6 @@ class Session:
         pool: Pool,
         loop: asyncio.AbstractEventLoop,
         send: Callable[[bytes, int | None], None],
-        status: Callable[[], dict[str, object]],
         is_draining: Callable[[], bool],
     ) -> None:
         self.number = number
@@ -44,7 +43,6 @@ class Session:
         self._pool = pool
         self._loop = loop
         self._send_bytes = send
-        self._status = status
         self._is_draining = is_draining
         self._models: dict[int, Model] = {}
         self._extents: set[int] = set()
@@ -77,18 +75,14 @@ class Session:
                     raise wire.WireError(f"more than {MAX_MODELS} models on one connection")
                 self._models[message.model] = message.definition
             case wire.Hold():
-                chain = Chain(self._model(message.model), wire.split_digests(message.digests))
+                chain = self.chain(message.model, message.digests)
                 self.requests.add(message.request)
                 count = self._pool.hold_resident(chain, self._name(message.request))
                 self.send(wire.Count(message.call, count))
             case wire.Evict():
-                chain = Chain(self._model(message.model), wire.split_digests(message.digests))
+                chain = self.chain(message.model, message.digests)
                 self.send(wire.Count(message.call, self._pool.evict(chain)))
-            case wire.Clear():
-                self.send(wire.Count(message.call, self._pool.clear(message.shard_id)))
-            case wire.Status():
-                self.send(wire.StatusReply(message.call, self._status()))
-            case wire.Hello() | wire.Drain():
+            case _:
                 raise wire.WireError(f"unexpected {type(message).__name__}")
 
     def send(self, message: object) -> None:
@@ -115,6 +109,10 @@ class Session:
         reserved, self.reserved = self.reserved, {}
         self._pool.abort(list(reserved.values()), "the client is gone", give_slots=False)
         return reserved
+
+    def chain(self, model: int, digests: bytes) -> Chain:
+        """The chain that a message names."""
+        return Chain(self._model(model), wire.split_digests(digests))
 
     def _name(self, request: str) -> str:
         return f"{self.number}/{request}"

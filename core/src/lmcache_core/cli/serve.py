@@ -1,0 +1,36 @@
+"""`lmc serve`: the daemon, in the foreground, until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import closing
+from pathlib import Path
+
+import click
+
+from lmcache_core.config import DEFAULT_FILE, find_config, load_config
+from lmcache_core.endpoints import socket_path
+
+log = logging.getLogger(__name__)
+
+
+@click.command("serve", help="Run the daemon: one cache for every engine on this node.")
+@click.option(
+    "--config", "path", type=click.Path(path_type=Path), help=f"Default: $LMCACHE_CONFIG, else ./{DEFAULT_FILE}."
+)
+@click.option("--socket", help="Where to listen.  [default: that of the configuration]")
+@click.option("--verbose", is_flag=True, help="Log connections that come and go, and more.")
+def command(path: Path | None, socket: str | None, verbose: bool) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("asyncio").setLevel(logging.INFO)
+    config = load_config(path)
+    log.info("pid %d, configuration: %s", os.getpid(), find_config(path, os.environ) or "defaults")
+    from lmcache_core.server.daemon import Daemon
+
+    with closing(Daemon(config, socket_path=socket_path(socket) if socket is not None else None)) as daemon:
+        asyncio.run(daemon.run())
+    log.info("stopped")
