@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tiny import BLOCKS, Engine, chain, load, model, store, until
+from tiny import BLOCKS, Engine, chain, load, store, until
 
 from lmcache_core import CacheConfig, TierConfig
 from lmcache_core.client.cache import connect
