@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 
 from .errors import CapacityError
+from .forks import not_for_children
 from .layout import PAGE_NBYTES, page_align
 
 MAX_EXTENT_NBYTES: Final = 1 << 30
@@ -62,7 +63,7 @@ class Extent:
         except BaseException:
             os.close(self.fd)
             raise
-        self._mmap.madvise(mmap.MADV_DONTFORK)
+        not_for_children(self._mmap)
         if nbytes >= _HUGE_PAGE_NBYTES:
             try:
                 self._mmap.madvise(mmap.MADV_HUGEPAGE)

@@ -8,6 +8,7 @@ from typing import Final
 
 from .buffers import Extent
 from .device import Device
+from .errors import CacheError
 from .events import Events
 from .metrics import Metrics
 from .pool import Pool
@@ -43,14 +44,17 @@ class LocalCache(PooledCache):
         add_pool_gauges(metrics, pool)
 
     def status(self) -> CacheStatus:
-        """How the cache is now."""
+        """How the cache is now; CacheError in a forked child."""
+        if self._forked:
+            raise CacheError("this process was forked off one with a cache open, and has none; open another here")
         records, in_use, used = self._pool.usage()
         tiers = tuple(tier.status() for tier in self._pool.tiers)
         capacity = self._pool.slab.capacity_nbytes
         return CacheStatus(self._pool.boot_id, self._device_name, records, in_use, used, capacity, tiers)
 
     def close(self) -> None:
-        self._prefaults.join()
+        if not self._forked:
+            self._prefaults.join()
         super().close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import threading
 import time
 import uuid
@@ -480,6 +481,11 @@ class Pool:
         with self._lock:
             held = sum(entry.holds > 0 for entry in self._index.entries.values())
             return len(self._index.entries), held, self.slab.used_nbytes
+
+    def in_forked_child(self) -> None:
+        """See `forks`: the slab's descriptors would keep its memory when the parent is gone."""
+        for extent in self.slab.extents.values():
+            os.close(extent.fd)
 
     def close(self) -> None:
         """Close the tiers, then the slab.  Twice is fine."""

@@ -18,6 +18,7 @@ from .chain import Chain, Shard
 from .device import Device, Fence, Pages
 from .errors import CacheError
 from .events import Events
+from .forks import tell_of_forks
 from .index import Entry, Sink
 from .leases import Found
 from .metrics import Metrics
@@ -63,6 +64,7 @@ class PoolPort(Protocol):
     def intact(self, entry: Entry) -> bool: ...
     def evict(self, chain: Chain) -> int: ...
     def drain(self, timeout_s: float) -> bool: ...
+    def in_forked_child(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -97,7 +99,10 @@ _Ready = tuple[_Transfer, int, Entry | None, str]
 
 
 class PooledCache(Cache):
-    """Owns its pool, device and events, and closes them."""
+    """Owns its pool, device and events, and closes them.
+
+    In a child that was forked while it was open it is an empty cache: everything is a miss, every job has failed.
+    """
 
     def __init__(
         self,
@@ -119,19 +124,26 @@ class PooledCache(Cache):
         self._running: set[_Transfer] = set()
         self._idle = threading.Condition(self._lock)
         self._closed = False
+        self._forked = False
+        self._said_forked = False
         self._registered: set[Mapped] = set()
         self._ready: queue.SimpleQueue[_Ready | Callable[[], None] | None] = queue.SimpleQueue()
         self._stores: deque[_Transfer] = deque()
         self._mover = threading.Thread(target=self._move, name="lmcache-mover", daemon=True)
         self._mover.start()
+        tell_of_forks(self)
         events.emit("lmcache_cache_started", cache=self)
 
     # The engine's side.
 
     def lookup(self, chain: Chain, request: str) -> Hit:
+        if self._forked:
+            return _no_hit(chain, request)
         return self._hit(chain, request, self._pool.lookup(chain, request))
 
     def lookup_answered(self, chain: Chain, request: str, *, timeout_s: float) -> Hit:
+        if self._forked:
+            return _no_hit(chain, request)
         return self._hit(chain, request, self._pool.lookup_answered(chain, request, timeout_s))
 
     def retrieve(
@@ -148,6 +160,8 @@ class PooledCache(Cache):
         block_tokens = shard.layout.regions[0].block_tokens
         if skip_tokens % block_tokens or not 0 <= skip_tokens < shard.layout.chunk_tokens:
             raise ValueError(f"skip_tokens {skip_tokens} is not whole blocks of {block_tokens} within the first chunk")
+        if self._forked:
+            return self._refuse("retrieve", hit.request, span)
         transfer = self._begin("retrieve", hit.request, span, len(span))
         transfer.shard, transfer.pages, transfer.block_ids = shard, pages, block_ids
         transfer.skip_blocks = skip_tokens // block_tokens
@@ -166,6 +180,8 @@ class PooledCache(Cache):
         after: Fence | None = None,
     ) -> Job:
         _check_span(chain, shard, span, block_ids)
+        if self._forked:
+            return self._refuse("store", request, span)
         transfer = self._begin("store", request, span, 1)
         transfer.shard, transfer.pages, transfer.block_ids, transfer.after = shard, pages, block_ids, after
         transfer.chain = chain
@@ -178,10 +194,14 @@ class PooledCache(Cache):
         return transfer.job
 
     def prefetch(self, chain: Chain) -> Job:
+        if self._forked:
+            return self._refuse("prefetch", "", range(len(chain)))
         transfer = self._begin("prefetch", "", range(len(chain)), 1)
         request = f"prefetch {transfer.job.job_id}"
 
         def go() -> None:
+            if transfer not in self._running:
+                return
             found = self._pool.lookup(chain, request, lambda: self._ready.put(go))
             if found.pending:
                 return
@@ -198,16 +218,17 @@ class PooledCache(Cache):
         return transfer.job
 
     def release(self, request: str) -> None:
-        self._pool.release(request)
+        if not self._forked:
+            self._pool.release(request)
 
     def pin(self, chain: Chain) -> int:
-        return self._pool.hold_resident(chain, _pin_name(chain))
+        return 0 if self._forked else self._pool.hold_resident(chain, _pin_name(chain))
 
     def unpin(self, chain: Chain) -> None:
-        self._pool.release(_pin_name(chain))
+        self.release(_pin_name(chain))
 
     def evict(self, chain: Chain) -> int:
-        return self._pool.evict(chain)
+        return 0 if self._forked else self._pool.evict(chain)
 
     def poll(self) -> list[JobResult]:
         results = []
@@ -216,6 +237,8 @@ class PooledCache(Cache):
         return results
 
     def drain(self, timeout_s: float) -> bool:
+        if self._forked:
+            return True
         deadline = time.monotonic() + timeout_s
         with self._lock:
             if not self._idle.wait_for(lambda: not self._running, timeout_s):
@@ -223,6 +246,8 @@ class PooledCache(Cache):
         return self._pool.drain(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
+        if self._forked:
+            return
         with self._lock:
             if self._closed:
                 return
@@ -240,7 +265,25 @@ class PooledCache(Cache):
             self._end_now(transfer, "the cache was closed")
         self._events.close()
 
+    def in_forked_child(self) -> None:
+        """See `forks`: no lock, no thread and no extent of the parent is touched from here on."""
+        self._forked = True
+        self._results = deque(maxlen=MAX_RESULTS)
+        self._pool.in_forked_child()
+
     # Jobs.
+
+    def _refuse(self, kind: str, request: str, span: range) -> Job:
+        """A job that has failed, in a forked child."""
+        if not self._said_forked:
+            self._said_forked = True
+            log.warning("this process was forked off one with a cache open, and has none; open another here")
+        job = Job(next(self._ids))
+        failed = ((span.start, span.stop, "forked"),) if span else ()
+        result = JobResult(job.job_id, request, kind, 0, failed)
+        self._results.append(result)
+        job._finish(result)
+        return job
 
     def _hit(self, chain: Chain, request: str, found: Found) -> Hit:
         return Hit(chain, request, found.resident, found.restorable, found.pending, self._pool.boot_id, found.lease_id)
@@ -473,6 +516,10 @@ class PooledCache(Cache):
     def _is_quiet(self) -> bool:
         """Whether no copy is running or waiting."""
         return not self._running
+
+
+def _no_hit(chain: Chain, request: str) -> Hit:
+    return Hit(chain, request, 0, (), False, "", 0)
 
 
 def _check_span(chain: Chain, shard: Shard, span: range, block_ids: Sequence[int]) -> None:

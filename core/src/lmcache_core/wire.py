@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from typing import Final, Generic, TypeVar
+from collections.abc import Iterator, Sized
+from typing import Annotated, Final, Generic, TypeVar
 
 import msgspec
 
@@ -14,7 +14,15 @@ from .errors import CacheError
 PROTOCOL: Final = 1
 MAX_FRAME_NBYTES: Final = 16 << 20
 """Half a million chunks in one message."""
+MAX_HELLO_NBYTES: Final = 16 << 10
+"""From somebody who has not said who it is."""
+MAX_MODELS: Final = 1024
+"""On one connection; a client defines a number anew when it needs more."""
+MAX_DEPTH: Final = 1 << 20
+"""Chunks before the first of a message."""
 _LENGTH: Final = struct.Struct("<I")
+Generations = Annotated[list[int], msgspec.Meta(max_length=1 << 19)]
+"""Bounded, since an integer of two bytes on the wire takes forty in memory."""
 T = TypeVar("T")
 
 
@@ -24,6 +32,11 @@ class WireError(CacheError):
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
+
+
+def _check_lengths(first: list[int], *others: Sized) -> None:
+    if any(len(other) != len(first) for other in others):
+        raise ValueError("lists of different lengths")
 
 
 # From a client.  `call` numbers a question; its answer carries the same number.
@@ -76,11 +89,11 @@ class Reserve(_Message, frozen=True):
 
 class Commit(_Message, frozen=True):
     call: int
-    generations: list[int]
+    generations: Generations
 
 
 class Abort(_Message, frozen=True):
-    generations: list[int]
+    generations: Generations
     reason: str
 
 
@@ -95,7 +108,7 @@ class Acquire(_Message, frozen=True):
 
 
 class Unhold(_Message, frozen=True):
-    generations: list[int]
+    generations: Generations
 
 
 class Evict(_Message, frozen=True):
@@ -185,6 +198,9 @@ class Reserved(_Message, frozen=True):
     skipped: int
     refused: list[int]
 
+    def __post_init__(self) -> None:
+        _check_lengths(self.positions, self.slots, self.generations)
+
 
 class Arrived(_Message, frozen=True):
     job: int
@@ -192,11 +208,17 @@ class Arrived(_Message, frozen=True):
     slots: list[tuple[int, int, int]]
     generations: list[int]
 
+    def __post_init__(self) -> None:
+        _check_lengths(self.positions, self.slots, self.generations)
+
 
 class Lost(_Message, frozen=True):
     job: int
     positions: list[int]
     reasons: list[str]
+
+    def __post_init__(self) -> None:
+        _check_lengths(self.positions, self.reasons)
 
 
 class Count(_Message, frozen=True):
@@ -247,8 +269,11 @@ def to_client_decoder() -> msgspec.msgpack.Decoder[ToClient]:
 
 
 def encode(message: object) -> bytes:
-    """One frame."""
-    body = _encoder.encode(message)
+    """One frame; WireError for what cannot cross, such as a name that is not Unicode."""
+    try:
+        body = _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise WireError(f"{type(message).__name__} cannot be sent: {error}") from error
     if len(body) > MAX_FRAME_NBYTES:
         raise WireError(f"a message of {len(body)} bytes is over the limit of {MAX_FRAME_NBYTES}")
     return _LENGTH.pack(len(body)) + body
@@ -259,7 +284,7 @@ class Frames(Generic[T]):
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], max_nbytes: int = MAX_FRAME_NBYTES) -> None:
         self._decoder = decoder
-        self._max_nbytes = max_nbytes
+        self.max_nbytes = max_nbytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> Iterator[T]:
@@ -269,8 +294,8 @@ class Frames(Generic[T]):
         try:
             while len(self._buffer) - start >= 4:
                 (nbytes,) = _LENGTH.unpack_from(self._buffer, start)
-                if nbytes > self._max_nbytes:
-                    raise WireError(f"a frame of {nbytes} bytes is over the limit of {self._max_nbytes}")
+                if nbytes > self.max_nbytes:
+                    raise WireError(f"a frame of {nbytes} bytes is over the limit of {self.max_nbytes}")
                 if len(self._buffer) - start - 4 < nbytes:
                     break
                 body = bytes(self._buffer[start + 4 : start + 4 + nbytes])
@@ -287,7 +312,10 @@ class Frames(Generic[T]):
 
 
 def split_digests(digests: bytes) -> tuple[bytes, ...]:
-    """The 32-byte digests of a message."""
+    """The 32-byte digests of a message, each at most once: a prompt's chunks differ, if only by their parents."""
     if len(digests) % 32:
         raise WireError(f"{len(digests)} bytes are not whole digests of 32")
-    return tuple(digests[at : at + 32] for at in range(0, len(digests), 32))
+    split = tuple(digests[at : at + 32] for at in range(0, len(digests), 32))
+    if len(set(split)) != len(split):
+        raise WireError("one digest twice")
+    return split

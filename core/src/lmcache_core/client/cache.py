@@ -41,7 +41,7 @@ class RemoteCache(PooledCache):
 
     def daemon_status(self) -> dict[str, Any] | None:
         """The daemon's account of itself, as `lmc status --json` prints it; None if it does not answer."""
-        return self._pool.status()
+        return None if self._forked else self._pool.status()
 
 
 def connect(

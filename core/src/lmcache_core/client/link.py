@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import array
-import fcntl
 import itertools
 import mmap
 import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -19,10 +19,10 @@ import numpy as np
 from .. import wire
 from ..chain import Model
 from ..errors import BackendUnavailable
+from ..forks import not_for_children
 
 _RECV_NBYTES: Final = 1 << 18
 _MAX_FDS: Final = 16
-_SEND_TIMEOUT_S: Final = 1.0
 
 
 class MappedExtent:
@@ -36,7 +36,7 @@ class MappedExtent:
         if os.fstat(fd).st_size < nbytes:
             raise wire.WireError(f"extent {extent_id} is smaller than {nbytes} bytes")
         mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-        mapped.madvise(mmap.MADV_DONTFORK)
+        not_for_children(mapped)
         self.view = memoryview(mapped)
         self.address = int(np.frombuffer(mapped, np.uint8).__array_interface__["data"][0])
 
@@ -44,12 +44,17 @@ class MappedExtent:
 class Link:
     """`ask` and `tell` from any thread; one reader thread calls `messages`.  Broken once, it is thrown away."""
 
-    def __init__(self, path: Path, client: str, *, connect_timeout_s: float, quiet: bool) -> None:
+    def __init__(
+        self, path: Path, client: str, *, connect_timeout_s: float, send_timeout_s: float, quiet: bool
+    ) -> None:
         self.extents: dict[int, MappedExtent] = {}
         self.broken = ""
-        self._send_lock = threading.Lock()
+        self._send_lock = threading.RLock()
         self._answers: dict[int, _Answer] = {}
-        self._models: dict[Model, int] = {}
+        self._answers_lock = threading.Lock()
+        self.late: set[int] = set()
+        """Questions that were given up, and are not answered yet."""
+        self._models: OrderedDict[Model, int] = OrderedDict()
         self._calls = itertools.count(1)
         self._frames = wire.Frames(wire.to_client_decoder())
         self._fds: list[int] = []
@@ -57,7 +62,10 @@ class Link:
         try:
             self._sock.settimeout(connect_timeout_s)
             self._sock.connect(str(path))
-            self._sock.sendall(wire.encode(wire.Hello(wire.PROTOCOL, client, quiet)))
+            try:
+                self._sock.sendall(wire.encode(wire.Hello(wire.PROTOCOL, client, quiet)))
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # it may have said why before it closed
             welcome = self._first()
             if isinstance(welcome, wire.Refused):
                 raise wire.WireError(f"the daemon refuses us: {welcome.reason}")
@@ -66,43 +74,51 @@ class Link:
             self.boot_id = welcome.boot_id
             self.daemon_pid = welcome.pid
             self._sock.settimeout(None)
-            timeout = struct.pack("ll", int(_SEND_TIMEOUT_S), 0)
+            timeout = struct.pack("ll", int(send_timeout_s), int(send_timeout_s % 1 * 1e6))
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
         except BaseException:
             self._sock.close()
             raise
 
     def model(self, model: Model) -> int:
-        """The number of `model` on this connection; tells the daemon at first."""
+        """The number of `model` on this connection, told to the daemon first; only while a message is built."""
         number = self._models.get(model)
         if number is None:
             number = len(self._models) + 1
+            if number > wire.MAX_MODELS:
+                _, number = self._models.popitem(last=False)
             self.tell(wire.Define(number, model))
             self._models[model] = number
+        self._models.move_to_end(model)
         return number
 
     def next_call(self) -> int:
         return next(self._calls)
 
-    def tell(self, message: object) -> None:
-        """Send without waiting for an answer; BackendUnavailable if the connection is or gets broken."""
-        data = wire.encode(message)
+    def tell(self, message: object | Callable[[], object]) -> None:
+        """Send without waiting for an answer; BackendUnavailable if the connection is or gets broken.
+
+        A function is called for the message under the lock of the sender: numbers of models are what they were told.
+        """
         with self._send_lock:
             if self.broken:
                 raise BackendUnavailable(self.broken)
+            data = wire.encode(message() if callable(message) else message)
             try:
                 self._sock.sendall(data)
             except OSError as error:  # a part may have gone out: nothing more can be sent
                 self.abandon(f"sending failed: {error}")
                 raise BackendUnavailable(self.broken) from error
 
-    def ask(self, call: int, message: object, timeout_s: float) -> wire.Reply:
-        """The answer to a question; BackendUnavailable at the deadline, when `late` will be told of it."""
+    def ask(self, call: int, message: object | Callable[[], object], timeout_s: float) -> wire.Reply:
+        """The answer to a question; BackendUnavailable without one in time, which then comes out of `messages`."""
         answer = self._answers[call] = _Answer()
         try:
             self.tell(message)
             if not answer.come.wait(timeout_s):
-                raise BackendUnavailable(f"no answer from the daemon in {timeout_s} s")
+                if self._gave_up(call):
+                    raise BackendUnavailable(f"no answer from the daemon in {timeout_s} s")
+                answer.come.wait()  # it is just being handed over
         finally:
             self._answers.pop(call, None)
         if answer.reply is None:
@@ -119,7 +135,7 @@ class Link:
                     self._open(message)
                 elif isinstance(message, wire.Refused):
                     raise wire.WireError(f"the daemon ends the connection: {message.reason}")
-                elif isinstance(message, wire.Reply) and (answer := self._answers.get(message.call)) is not None:
+                elif isinstance(message, wire.Reply) and (answer := self._answered(message.call)) is not None:
                     answer.reply = message
                     answer.come.set()
                 else:
@@ -135,13 +151,35 @@ class Link:
 
     def close(self, reason: str) -> None:
         """By the reader, at its end: wake who waits and give the descriptors back."""
-        self.broken = self.broken or reason
-        for answer in list(self._answers.values()):
+        self.abandon(reason)
+        while self._answers:
+            try:
+                _, answer = self._answers.popitem()
+            except KeyError:
+                break
             answer.come.set()
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
+        with self._send_lock:  # nobody may be sending to a number that is another file's
+            self._sock.close()
+
+    def in_forked_child(self) -> None:
+        """The connection is the parent's: close our copy and leave it as it is."""
+        self.broken = "this process was forked"
         self._sock.close()
+
+    def _answered(self, call: int) -> _Answer | None:
+        with self._answers_lock:
+            self.late.discard(call)
+            return self._answers.pop(call, None)
+
+    def _gave_up(self, call: int) -> bool:
+        with self._answers_lock:
+            if self._answers.pop(call, None) is None:
+                return False
+            self.late.add(call)
+            return True
 
     def _first(self) -> wire.ToClient:
         while True:
@@ -150,14 +188,14 @@ class Link:
 
     def _receive(self) -> list[wire.ToClient]:
         size = array.array("i").itemsize
-        data, ancillary, _, _ = self._sock.recvmsg(_RECV_NBYTES, socket.CMSG_LEN(_MAX_FDS * size))
+        data, ancillary, _, _ = self._sock.recvmsg(
+            _RECV_NBYTES, socket.CMSG_LEN(_MAX_FDS * size), socket.MSG_CMSG_CLOEXEC
+        )
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
                 fds.frombytes(payload[: len(payload) - len(payload) % size])
-                for fd in fds:
-                    fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
-                    self._fds.append(fd)
+                self._fds.extend(fds)
         if not data:
             raise ConnectionResetError("the daemon closed the connection")
         return list(self._frames.feed(data))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import uuid
@@ -28,6 +27,8 @@ log = logging.getLogger(__name__)
 _NOTHING: Final = Found(0, (), False, 0)
 _RETRY_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
 _WATCH_S: Final = 0.5
+_SILENCE_S: Final = 5.0
+"""A daemon that did not answer in time is not asked again for so long, unless it is heard from."""
 
 
 @dataclass(slots=True)
@@ -87,10 +88,8 @@ class RemotePool:
         self._answered: set[str] = set()
         self._closing = False
         self._said_down = False
-        self._pid = os.getpid()
-        self._start()
-
-    def _start(self) -> None:
+        self._ask_again_at = 0.0
+        self._said_silent = False
         self._reader = threading.Thread(target=self._run, name="lmcache-client", daemon=True)
         self._reader.start()
         self._watch = threading.Thread(target=self._watch_loads, name="lmcache-client-watch", daemon=True)
@@ -147,7 +146,10 @@ class RemotePool:
             return wire.Hold(call, link.model(chain.model), b"".join(chain.digests), request)
 
         reply = self._ask(question, wire.Count)
-        return reply.count if reply is not None else 0
+        if reply is None:
+            self.release(request)  # it may have been heard
+            return 0
+        return int(reply.count)
 
     def reserve(self, chain: Chain, shard: Shard, span: range) -> Reservation:
         asked: list[Link] = []
@@ -160,12 +162,15 @@ class RemotePool:
         reply = self._ask(question, wire.Reserved)
         if reply is None:
             return Reservation([], 0, list(range(len(span))))
-        keys = chain.keys(shard, span)
+        keys = dict(enumerate(chain.keys(shard, span)))
         new: list[tuple[int, Entry]] = []
         for position, slot, generation in zip(reply.positions, reply.slots, reply.generations, strict=True):
-            entry = self._entry(asked[0], keys[position], slot, shard, span.start + position, generation)
-            if entry is not None:
-                new.append((position, entry))
+            key = keys.pop(position, None)
+            entry = self._entry(asked[0], key, slot, shard, span.start + position, generation) if key else None
+            if entry is None:  # nonsense: the link is given up, and with it all that was reserved
+                asked[0].abandon("the daemon reserved what was not asked for")
+                return Reservation([], 0, list(range(len(span))))
+            new.append((position, entry))
         return Reservation(new, reply.skipped, list(reply.refused))
 
     def commit(self, entries: Sequence[Entry]) -> str:
@@ -198,7 +203,7 @@ class RemotePool:
         digests = b"".join(chain.digests[span.start : span.stop])
         try:
             number = chain.model.shards.index(shard)
-            link.tell(wire.Acquire(job, link.model(chain.model), number, span.start, digests))
+            link.tell(lambda: wire.Acquire(job, link.model(chain.model), number, span.start, digests))
         except CacheError:
             self._lose(job, "the daemon is gone")
 
@@ -236,6 +241,12 @@ class RemotePool:
         reply = self._ask(lambda link, call: wire.Status(call), wire.StatusReply, 2.0)
         return reply.status if reply is not None else None
 
+    def in_forked_child(self) -> None:
+        """See `forks`; the cache in front of this pool asks nothing of it any more."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.in_forked_child()
+
     def close(self) -> None:
         with self._lock:
             if self._closing:
@@ -253,18 +264,38 @@ class RemotePool:
     def _ask(self, question: Callable[[Link, int], object], kind: type[Any], timeout_s: float | None = None) -> Any:
         """The answer of type `kind`, or None when there is none in time; never raises for a daemon's fault."""
         link = self._link
-        if link is None:
+        if link is None or (link.late and time.monotonic() < self._ask_again_at):
             return None
+        call = link.next_call()
         try:
-            call = link.next_call()
-            reply = link.ask(call, question(link, call), self._call_timeout_s if timeout_s is None else timeout_s)
-        except CacheError as error:
+            reply = link.ask(call, lambda: question(link, call), timeout_s or self._call_timeout_s)
+        except BackendUnavailable as error:
+            log.debug("%s", error)
+            self._say_silent(link, str(error))
+            return None
+        except CacheError as error:  # a question that cannot be put
             log.debug("%s", error)
             return None
         if not isinstance(reply, kind):
             link.abandon(f"the daemon answered with {type(reply).__name__}")
             return None
         return reply
+
+    def _say_silent(self, link: Link, reason: str) -> None:
+        """Spare the engine the next deadlines of a daemon that does not answer."""
+        self._ask_again_at = time.monotonic() + _SILENCE_S
+        with self._lock:
+            if link.broken or not link.late or self._said_silent:
+                return
+            self._said_silent = True
+        log.warning("daemon at %s: %s; going on without a cache until it answers", self.path, reason)
+
+    def _say_answering(self, link: Link) -> None:
+        with self._lock:
+            if link.late or not self._said_silent:
+                return
+            self._said_silent = False
+        log.info("daemon at %s: answers again", self.path)
 
     def _tell(self, message: object) -> None:
         link = self._link
@@ -298,20 +329,23 @@ class RemotePool:
         attempt = 0
         while not self._closing:
             try:
-                link = Link(self.path, self._client, connect_timeout_s=self._connect_timeout_s, quiet=self.is_quiet())
+                link = Link(
+                    self.path,
+                    self._client,
+                    connect_timeout_s=self._connect_timeout_s,
+                    send_timeout_s=self._call_timeout_s,
+                    quiet=self.is_quiet(),
+                )
             except (OSError, CacheError) as error:
                 self._say_down(f"cannot reach it: {error}")
-                with self._lock:
-                    self._changed.wait_for(lambda: self._closing, _RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+                self._pause(attempt)
                 attempt += 1
                 continue
-            attempt = 0
-            with self._lock:
-                self._link = link
-                self._changed.notify_all()
-            if self._said_down:
+            began = time.monotonic()
+            self._use(link)
+            if self._said_down or self._said_silent:
                 log.info("daemon at %s: connected again", self.path)
-                self._said_down = False
+                self._said_down = self._said_silent = False
             reason = "closed"
             try:
                 for message in link.messages():
@@ -319,15 +353,31 @@ class RemotePool:
             except (OSError, CacheError) as error:
                 reason = str(error)
             self._lost(link, reason)
+            if time.monotonic() - began > _RETRY_S[-1]:
+                attempt = 0
+            else:  # it took us and threw us out
+                self._pause(attempt)
+                attempt += 1
+
+    def _pause(self, attempt: int) -> None:
+        with self._lock:
+            self._changed.wait_for(lambda: self._closing, _RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+
+    def _use(self, link: Link) -> None:
+        with self._lock:
+            self._link = link
+            if self._closing:
+                link.abandon("closed")
+            self._changed.notify_all()
 
     def _lost(self, link: Link, reason: str) -> None:
+        link.close(reason)  # first: what is wanted from now on is refused, what was is collected here
         with self._lock:
             self._link = None
             jobs = [job for job, wanted in self._wanted.items() if wanted.link is link]
             callbacks = list(self._on_answered.values())
             self._on_answered.clear()
             self._changed.notify_all()
-        link.close(reason)
         if not self._closing:
             self._say_down(reason)
         for job in jobs:
@@ -364,8 +414,10 @@ class RemotePool:
                     self.on_drop(extent)
             case wire.Reserved():  # nobody waited that long
                 link.tell(wire.Abort(message.generations, "answered too late"))
+                self._say_answering(link)
             case _:
                 log.debug("a late %s", type(message).__name__)
+                self._say_answering(link)
 
     def _arrived(self, link: Link, message: wire.Arrived) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ import errno
 import grp
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -27,7 +28,7 @@ from ..metrics import Metrics
 from ..opening import open_pool
 from .commands import Command, Commands
 from .http import HttpServer
-from .quarantine import Quarantine, open_peer_pidfd
+from .quarantine import GRACE_S, Quarantine, open_peer_pidfd
 from .session import MAX_UNSENT_NBYTES, Session, peer_of
 from .tcp import TcpServer
 
@@ -37,12 +38,14 @@ _RECV_NBYTES: Final = 1 << 18
 _HELLO_TIMEOUT_S: Final = 5.0
 _DRAIN_TIMEOUT_S: Final = 60.0
 MAX_DRAINS: Final = 64
+_SPARE_DESCRIPTORS: Final = 64
+"""Not for connections, which take three each at most: the socket, its process, an extent on its way."""
 
 
 class Daemon:
     """One pool behind one socket.  `run()` returns when `stop()` was called or SIGTERM or SIGINT came."""
 
-    def __init__(self, config: CacheConfig, *, socket_path: Path | None = None) -> None:
+    def __init__(self, config: CacheConfig, *, socket_path: Path | None = None, grace_s: float = GRACE_S) -> None:
         self._server = config.server
         self.socket_path = socket_path or config.daemon_socket
         self.metrics = Metrics()
@@ -56,6 +59,8 @@ class Daemon:
         self.commands = Commands(self._pool, self.status)
         self._tasks: dict[asyncio.Task[None], socket.socket] = {}
         self._drains: set[asyncio.Task[None]] = set()
+        self._grace_s = grace_s
+        self._said_full = False
         self._next = 1
         self._began = time.monotonic()
         self._also = {"http": "", "tcp": ""}
@@ -66,8 +71,9 @@ class Daemon:
         loop = asyncio.get_running_loop()
         self._loop = loop
         self._stop = asyncio.Event()
-        self._quarantine = Quarantine(self._pool, loop)
+        self._quarantine = Quarantine(self._pool, loop, grace_s=self._grace_s)
         if handle_signals:
+            raise_descriptor_limit()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stop)
         async with contextlib.AsyncExitStack() as at_end:
@@ -160,19 +166,33 @@ class Daemon:
             sock, _ = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                log.warning("no descriptor left for another connection: %s", error)
+                self._say_full(f"no descriptor left for another connection: {error}")
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(0.1, self._accept_again)
             return
         sock.setblocking(False)
-        if len(tasks) >= self._server.max_clients:
+        if len(tasks) >= min(self._server.max_clients, max_connections()):
+            reason = f"{len(tasks)} clients are connected, which is the limit"
+            self._say_full(f"connections are refused: {reason}")
             with contextlib.suppress(OSError):
-                sock.send(wire.encode(wire.Refused(f"{len(tasks)} clients are connected, which is the limit")))
+                sock.send(wire.encode(wire.Refused(reason)))
             sock.close()
             return
+        self._said_full = False
         task = self._loop.create_task(self._serve(sock))
         tasks[task] = sock
-        task.add_done_callback(lambda done: tasks.pop(done).close())
+
+        def ended(done: asyncio.Task[None]) -> None:
+            tasks.pop(done).close()
+            if not done.cancelled() and (bug := done.exception()) is not None:
+                log.error("a connection ended with an error of ours", exc_info=bug)
+
+        task.add_done_callback(ended)
+
+    def _say_full(self, text: str) -> None:
+        if not self._said_full:
+            self._said_full = True
+            log.warning("%s", text)
 
     def _accept_again(self) -> None:
         if not self._stop.is_set():
@@ -184,13 +204,16 @@ class Daemon:
         writer = Writer(sock, self._loop)
         session = Session(self._next, self._pool, self._loop, writer.send, lambda: self.commands.draining)
         self._next += 1
-        frames = wire.Frames(wire.to_daemon_decoder())
+        frames = wire.Frames(wire.to_daemon_decoder(), wire.MAX_HELLO_NBYTES)
+        hello_by = self._loop.time() + _HELLO_TIMEOUT_S
+        if pidfd is not None:  # a copy of the socket in a forked child keeps the connection open
+            self._loop.add_reader(pidfd, self._exited, pidfd, sock)
         try:
             if (allowed := self._server.allowed_uids or (os.getuid(), 0)) and uid not in allowed:
                 raise wire.WireError(f"uid {uid} is not among server.allowed_uids {allowed}")
             welcomed = False
             while True:
-                limit = None if welcomed else _HELLO_TIMEOUT_S
+                limit = None if welcomed else hello_by - self._loop.time()
                 data = await asyncio.wait_for(self._loop.sock_recv(sock, _RECV_NBYTES), limit)
                 if not data:
                     return
@@ -200,6 +223,7 @@ class Daemon:
                     else:
                         self._welcome(session, message)
                         welcomed = True
+                        frames.max_nbytes = wire.MAX_FRAME_NBYTES
                         self._sessions[session.number] = session
                 if writer.unsent_nbytes > MAX_UNSENT_NBYTES:
                     raise wire.WireError("the client does not read its answers")
@@ -210,8 +234,16 @@ class Daemon:
             log.info("connection %d (pid %d) is gone: %r", session.number, pid, error)
         finally:
             self._sessions.pop(session.number, None)
+            if pidfd is not None:
+                self._loop.remove_reader(pidfd)
             self._quarantine.add(session.client, list(session.close().values()), pidfd)
             await writer.close()
+
+    def _exited(self, pidfd: int, sock: socket.socket) -> None:
+        """The process that connected is gone: read what it has sent, and the end."""
+        self._loop.remove_reader(pidfd)
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
 
     def _welcome(self, session: Session, message: wire.ToDaemon) -> None:
         if not isinstance(message, wire.Hello):
@@ -259,7 +291,8 @@ class Writer:
     def send(self, data: bytes, fd: int | None) -> None:
         if self._broken:
             return
-        self._queue.append((data, fd))
+        # A copy: the extent may be dropped, and its number be another file's, before this can be sent.
+        self._queue.append((data, None if fd is None else os.dup(fd)))
         self.unsent_nbytes += len(data)
         if not self._waiting:
             self._push()
@@ -270,6 +303,7 @@ class Writer:
         while self._queue and not self._broken and self._loop.time() < deadline:
             await asyncio.sleep(0.01)
         self._stop()
+        self._break()
 
     def _push(self) -> None:
         try:
@@ -277,6 +311,8 @@ class Writer:
                 data, fd = self._queue[0]
                 sent = self._sock.send(data) if fd is None else socket.send_fds(self._sock, [data], [fd])
                 self.unsent_nbytes -= sent
+                if fd is not None:
+                    os.close(fd)
                 if sent < len(data):
                     self._queue[0] = (data[sent:], None)
                 else:
@@ -287,14 +323,36 @@ class Writer:
                 self._loop.add_writer(self._sock, self._push)
             return
         except OSError:
-            self._broken = True
-            self._queue.clear()
+            self._break()
         self._stop()
+
+    def _break(self) -> None:
+        """Nothing can be sent any more: end the connection, and with it who reads from it."""
+        self._broken = True
+        for _, fd in self._queue:
+            if fd is not None:
+                os.close(fd)
+        self._queue.clear()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def _stop(self) -> None:
         if self._waiting:
             self._waiting = False
             self._loop.remove_writer(self._sock)
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def max_connections() -> int:
+    """As many as there are descriptors for."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, (soft - _SPARE_DESCRIPTORS) // 3) if soft != resource.RLIM_INFINITY else 1 << 20
 
 
 def bind(path: Path, server: ServerConfig) -> socket.socket:

@@ -21,16 +21,20 @@ GRACE_S: Final = 1.0
 
 
 def open_peer_pidfd(sock: socket.socket, pid: int) -> int | None:
-    """A pidfd of the peer, which works across pid namespaces on Linux 6.5 and later; None where there is none."""
+    """What gets readable when the peer exits, across pid namespaces on Linux 6.5 and later; None if it is unknown."""
     try:
         (fd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
         return int(fd)
+    except ProcessLookupError:
+        return os.eventfd(1, os.EFD_CLOEXEC)  # it has exited already
     except OSError:
         pass
     if pid <= 0:
         return None
     try:
         return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return os.eventfd(1, os.EFD_CLOEXEC)
     except OSError:
         return None
 
@@ -66,23 +70,26 @@ class Quarantine:
 
     def released_by(self, client: str) -> None:
         """The client is here again and says that its old copies have ended."""
+        for pidfd in [pidfd for pidfd, of in self._pidfds.items() if of == client]:
+            self._forget(pidfd)
         self._give(client)
 
     def close(self) -> None:
-        for pidfd in self._pidfds:
-            self._loop.remove_reader(pidfd)
-            os.close(pidfd)
-        self._pidfds.clear()
+        for pidfd in list(self._pidfds):
+            self._forget(pidfd)
         for timer in self._timers:
             timer.cancel()
 
     def _exited(self, pidfd: int) -> None:
-        self._loop.remove_reader(pidfd)
-        os.close(pidfd)
-        client = self._pidfds.pop(pidfd)
+        client = self._forget(pidfd)
         later: Callable[[], None] = lambda: self._give(client)  # noqa: E731
         self._timers = {timer for timer in self._timers if timer.when() > self._loop.time()}
         self._timers.add(self._loop.call_later(self._grace_s, later))
+
+    def _forget(self, pidfd: int) -> str:
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
+        return self._pidfds.pop(pidfd)
 
     def _give(self, client: str) -> None:
         entries = self._entries.pop(client, [])

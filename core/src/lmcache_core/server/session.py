@@ -13,11 +13,13 @@ from typing import Final
 from .. import wire
 from ..chain import Chain, Model, Shard
 from ..index import Entry
+from ..keys import SHARD_ID_NBYTES
 from ..pool import Pool
 
 log = logging.getLogger(__name__)
 
-MAX_MODELS: Final = 1024
+MAX_REQUESTS: Final = 16_384
+"""Of one connection; beyond it the oldest is released."""
 MAX_UNSENT_NBYTES: Final = 64 << 20
 """A client that does not read its answers is dropped at this backlog."""
 
@@ -35,7 +37,7 @@ class Session:
     ) -> None:
         self.number = number
         self.client = ""
-        self.requests: set[str] = set()
+        self.requests: dict[str, None] = {}
         self.reserved: dict[int, Entry] = {}
         """Slots that this client is writing, by generation."""
         self.held: dict[int, Entry] = {}
@@ -61,7 +63,7 @@ class Session:
                 self._unhold(message.generations)
             case wire.Release():
                 self._pool.release(self._name(message.request))
-                self.requests.discard(message.request)
+                self.requests.pop(message.request, None)
             case wire.Reserve():
                 self._reserve(message)
             case wire.Commit():
@@ -71,12 +73,10 @@ class Session:
             case wire.Abort():
                 self._pool.abort(self._take_reserved(message.generations), message.reason)
             case wire.Define():
-                if len(self._models) >= MAX_MODELS and message.model not in self._models:
-                    raise wire.WireError(f"more than {MAX_MODELS} models on one connection")
-                self._models[message.model] = message.definition
+                self._define(message)
             case wire.Hold():
                 chain = self.chain(message.model, message.digests)
-                self.requests.add(message.request)
+                self._remember(message.request)
                 count = self._pool.hold_resident(chain, self._name(message.request))
                 self.send(wire.Count(message.call, count))
             case wire.Evict():
@@ -117,6 +117,22 @@ class Session:
     def _name(self, request: str) -> str:
         return f"{self.number}/{request}"
 
+    def _remember(self, request: str) -> None:
+        self.requests.pop(request, None)
+        self.requests[request] = None
+        if len(self.requests) > MAX_REQUESTS:
+            oldest = next(iter(self.requests))
+            del self.requests[oldest]
+            self._pool.release(self._name(oldest))
+
+    def _define(self, message: wire.Define) -> None:
+        if len(self._models) >= wire.MAX_MODELS and message.model not in self._models:
+            raise wire.WireError(f"more than {wire.MAX_MODELS} models on one connection")
+        for shard in message.definition.shards:
+            if len(shard.shard_id) != SHARD_ID_NBYTES:
+                raise wire.WireError(f"a shard_id of {len(shard.shard_id)} bytes")
+        self._models[message.model] = message.definition
+
     def _model(self, number: int) -> Model:
         model = self._models.get(number)
         if model is None:
@@ -135,7 +151,7 @@ class Session:
         tail = max(0, min(message.tokens - len(digests) * model.family.chunk_tokens, model.family.chunk_tokens))
         chain = Chain(model, digests, bytes(4 * tail))
         request = message.request
-        self.requests.add(request)
+        self._remember(request)
 
         def answered() -> None:
             self._loop.call_soon_threadsafe(self._answered, request)
@@ -175,16 +191,19 @@ class Session:
         )
 
     def _take_reserved(self, generations: list[int]) -> list[Entry]:
-        try:
-            return [self.reserved.pop(generation) for generation in generations]
-        except KeyError as error:
-            raise wire.WireError(f"generation {error} was not reserved by this connection") from error
+        wanted = dict.fromkeys(generations)  # all or none: what is taken here must be in somebody's hands
+        if len(wanted) != len(generations):
+            raise wire.WireError("one generation twice")
+        for generation in wanted:
+            if generation not in self.reserved:
+                raise wire.WireError(f"generation {generation} was not reserved by this connection")
+        return [self.reserved.pop(generation) for generation in generations]
 
     def _acquire(self, message: wire.Acquire) -> None:
         model = self._model(message.model)
         shard = self._shard(model, message.shard)
         digests = wire.split_digests(message.digests)
-        if not 0 <= message.start <= 1 << 24:
+        if not 0 <= message.start <= wire.MAX_DEPTH:
             raise wire.WireError(f"a span that starts at {message.start}")
         chain = Chain(model, (b"",) * message.start + digests)
         span = range(message.start, len(chain))
@@ -224,14 +243,14 @@ class Session:
 
     def _unhold(self, generations: list[int]) -> None:
         entries = []
-        for generation in generations:
-            entry = self.held.get(generation)
-            if entry is None:
+        for generation, count in Counter(generations).items():
+            if self._counts[generation] < count:  # before anything is taken: what is, must be given back
                 raise wire.WireError(f"generation {generation} is not held by this connection")
+        for generation in generations:
+            entries.append(self.held[generation])
             self._counts[generation] -= 1
             if not self._counts[generation]:
                 del self._counts[generation], self.held[generation]
-            entries.append(entry)
         self._pool.unhold(entries)
 
     def _open_extents(self, entries: list[Entry]) -> None:
