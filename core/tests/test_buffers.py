@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
@@ -535,3 +536,26 @@ def test_prefaulting_while_the_slab_closes_touches_no_memory_that_is_gone() -> N
             thread.join(10)
         gc.collect()
         assert not maps()
+
+
+def test_extents_are_spread_over_numa_nodes_where_there_are_several(monkeypatch):
+    """A stand-in for libnuma: this host may have one node."""
+    calls = []
+
+    class Library:
+        def numa_interleave_memory(self, address, nbytes, nodes):
+            calls.append((address.value, nbytes.value))
+
+    class NumaNodes(ctypes.c_void_p):
+        @classmethod
+        def in_dll(cls, library, name):
+            assert name == "numa_all_nodes_ptr"
+            return cls()
+
+    monkeypatch.setattr(buffers, "_libnuma", Library)
+    monkeypatch.setattr(buffers.ctypes, "c_void_p", NumaNodes)
+    slab = Slab(1 << 20)
+    slot = slab.take(4096)
+    extent = slab.extents[slot.extent_id]
+    assert calls == [(extent.address, extent.nbytes)]
+    slab.close()

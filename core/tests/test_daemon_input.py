@@ -342,7 +342,7 @@ def test_whatever_clients_say_nothing_is_left_of_them_and_every_slot_is_accounte
             for number in (1, 2):
                 liar = Liar(rng)
                 sent = []
-                session = Session(number, pool, loop, lambda data, fd, s=sent: s.append(data), dict, lambda: False)
+                session = Session(number, pool, loop, lambda data, fd, s=sent: s.append(data), lambda: False)
                 for n, of in enumerate(liar.models):
                     session.handle(wire.Define(n + 1, of))
                 liars.append((liar, session, sent))

@@ -480,3 +480,18 @@ def test_two_caches_that_share_a_store_see_each_others_records_after_they_were_a
         theirs.release("r")
         assert load(theirs, chain(8))[1].ok_chunks == 5
         assert counted(theirs, "lookups", result="partial") == 2
+
+
+def test_stores_leave_a_share_of_the_slots_to_loads():
+    far = DictBackend()
+    with open_local([far]) as cache:
+        store(cache, chain(2, seed=5))
+        assert cache.drain(5)
+    with open_local([DictBackend(store=far.store)], chunks=40, extent_nbytes=RECORD) as cache:
+        for seed in range(100, 140):
+            prompt = chain(1, seed=seed)
+            store(cache, prompt)
+            cache.lookup(prompt, f"keeps {seed}")
+        assert cache._pool.usage()[1] == 38
+        assert cache.metrics.count("drops", reason="no room") == 2
+        assert load(cache, chain(2, seed=5))[1].ok_chunks == 2

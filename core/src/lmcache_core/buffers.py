@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -71,6 +72,7 @@ class Extent:
                 pass  # a kernel built without them: small pages do as well
         self.view = memoryview(self._mmap)
         self.address = int(np.frombuffer(self._mmap, np.uint8).__array_interface__["data"][0])
+        _interleave(self.address, nbytes)
         self.slot_nbytes = 0
         self.slots = 0
         self.free: list[int] = []
@@ -188,6 +190,24 @@ class Slab:
         self.used_nbytes += nbytes
         self.on_grow(extent)
         return extent
+
+
+@cache
+def _libnuma() -> ctypes.CDLL | None:
+    """libnuma, where it is installed and the host has more than one node."""
+    try:
+        library = ctypes.CDLL("libnuma.so.1")
+    except OSError:
+        return None
+    return library if library.numa_available() >= 0 and library.numa_max_node() > 0 else None
+
+
+def _interleave(address: int, nbytes: int) -> None:
+    """Spread an extent over the NUMA nodes: its readers run on all of them."""
+    library = _libnuma()
+    if library is not None:
+        nodes = ctypes.c_void_p.in_dll(library, "numa_all_nodes_ptr")
+        library.numa_interleave_memory(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), nodes)
 
 
 def check_host_memory(capacity_nbytes: int) -> None:

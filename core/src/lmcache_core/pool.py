@@ -29,6 +29,8 @@ from .tier import LoadItem, StoreItem, Tier
 log = logging.getLogger(__name__)
 
 Write = Literal["through", "second_use", "on_evict"]
+_STAGING_SHARE: Final = 20
+"""One slot in this many is left to loads: stores alone never take the last ones that could be had."""
 _HEADROOM: Final = 8
 """`on_evict` keeps one slot in this many free or already saved below."""
 
@@ -105,7 +107,10 @@ class Pool:
             present = [e for key in keys[span.start :] if (e := entries.get(key)) and e.state is State.READY]
             kept = [*ancestors, *present]
             self._index.hold(kept)  # a prompt never evicts its own prefix
-            slots = self._take_slots(len(positions), frame.record_nbytes(layout.nbytes), model.family.salt_id)
+            nbytes = frame.record_nbytes(layout.nbytes)
+            allowed = self._left_for_stores(len(positions), page_align(nbytes))
+            slots = self._take_slots(allowed, nbytes, model.family.salt_id)
+            self._metrics.add("drops", len(positions) - allowed, tier=self.name, reason="no room")
             self._index.unhold(kept)
             self._touch(kept[::-1])
             again = self._plan_writes(present) if self._write == "second_use" else []
@@ -314,6 +319,13 @@ class Pool:
                 self._said_full = self._clock()
                 log.warning("tier %s: full, and everything in it is in use", self.name)
         return slots
+
+    def _left_for_stores(self, count: int, slot_nbytes: int) -> int:
+        """At most `count`, so that a share of the slots stays free or evictable for loads."""
+        total = self.slab.capacity_nbytes // slot_nbytes
+        held = sum(e.slots - len(e.free) for e in self.slab.extents.values() if e.slot_nbytes == slot_nbytes)
+        held -= self._index.evictable(slot_nbytes)
+        return max(0, min(count, total - total // _STAGING_SHARE - held))
 
     def _within_quota(self, count: int, slot_nbytes: int, tenant: bytes) -> int:
         """How many slots the tenant may take, its own oldest records making place."""
