@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
+
+from .unhandled import report
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ class Events:
         self._call = call
         self._on_drop = on_drop
         self._queue: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(MAX_QUEUED)
+        self._abandoned = False
         self._thread: threading.Thread | None = None
         if call is not None:
             self._thread = threading.Thread(target=self._run, name="lmcache-events", daemon=True)
@@ -52,14 +56,33 @@ class Events:
         thread, self._thread = self._thread, None
         if thread is None:
             return
+        if thread is threading.current_thread():  # a hook closes us: it cannot wait for itself
+            self._abandon()
+            return
+        deadline = time.monotonic() + timeout_s
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
+            pass
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
             log.warning("hooks are still busy after %.1f s; their last events are lost", timeout_s)
-            return
-        thread.join(timeout_s)
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Have the thread end after the hook that it is in."""
+        self._abandoned = True
+        try:
+            self._queue.put_nowait(None)  # it may wait for an event
+        except queue.Full:
+            pass
 
     def _run(self) -> None:
         assert self._call is not None
-        while (event := self._queue.get()) is not None:
-            self._call(*event)
+        while (event := self._queue.get()) is not None and not self._abandoned:
+            try:
+                self._call(*event)
+            except (
+                BaseException
+            ):  # a bug of ours, since `call` isolates hooks; the next event is delivered all the same
+                report()

@@ -73,14 +73,16 @@ class Metrics:
 
     def add(self, name: str, count: int = 1, **labels: str) -> None:
         """Count `count` events more; zero is not an event."""
-        if not count:
+        if count <= 0:
+            if count:
+                raise ValueError(f"counter {name} cannot fall: {count}")
             return
-        key = (name, tuple(labels.items()))
+        key = _key(name, labels)
         with self._lock:
             self._counters[key] = self._counters.get(key, 0) + count
 
     def observe(self, name: str, seconds: float, **labels: str) -> None:
-        key = (name, tuple(labels.items()))
+        key = _key(name, labels)
         slot = bisect.bisect_left(SECONDS_BUCKETS, seconds)
         with self._lock:
             histogram = self._histograms.get(key)
@@ -91,7 +93,8 @@ class Metrics:
 
     def gauge(self, name: str, help_text: str, read: Callable[[], Mapping[Labels, float]]) -> None:
         """Register a gauge; `read` is called, quickly, whenever the metrics are collected."""
-        self._gauges[name] = (help_text, read)
+        with self._lock:
+            self._gauges[name] = (help_text, read)
 
     def count(self, name: str, **labels: str) -> int:
         """Sum of a counter over all label sets that include `labels`."""
@@ -101,37 +104,32 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """For a `prometheus_client` registry."""
-        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+        from prometheus_client.metrics_core import Metric
 
         with self._lock:
-            counters = dict(self._counters)
-            histograms = {key: (list(h.counts), h.total) for key, h in self._histograms.items()}
+            counters = sorted(self._counters.items())
+            histograms = sorted((key, list(h.counts), h.total) for key, h in self._histograms.items())
+            gauges = list(self._gauges.items())
         families: dict[str, Metric] = {}
-        for (name, labels), value in sorted(counters.items()):
-            family = families.get(name)
-            if family is None:
-                family = CounterMetricFamily(f"lmcache_{name}", HELP[name], labels=[label for label, _ in labels])
-                families[name] = family
-            assert isinstance(family, CounterMetricFamily)
-            family.add_metric([text for _, text in labels], value)
-        for (name, labels), (counts, total) in sorted(histograms.items()):
-            family = families.get(name)
-            if family is None:
-                family = HistogramMetricFamily(f"lmcache_{name}", HELP[name], labels=[label for label, _ in labels])
-                families[name] = family
-            assert isinstance(family, HistogramMetricFamily)
-            running, buckets = 0, []
+
+        def family(name: str, kind: str, help_text: str) -> Metric:
+            return families.setdefault(name, Metric(f"lmcache_{name}", help_text, kind))
+
+        # Samples one by one: a family made for fixed label names would mix up label sets that differ in them.
+        for (name, labels), value in counters:
+            family(name, "counter", HELP[name]).add_sample(f"lmcache_{name}_total", dict(labels), value)
+        for (name, labels), counts, total in histograms:
+            metric = family(name, "histogram", HELP[name])
+            running = 0
             for bound, n in zip([*map(str, SECONDS_BUCKETS), "+Inf"], counts, strict=True):
                 running += n
-                buckets.append((bound, running))
-            family.add_metric([text for _, text in labels], buckets, total)
-        for name, (help_text, read) in self._gauges.items():
-            values = read()
-            names = [label for label, _ in next(iter(values), ())]
-            gauge = GaugeMetricFamily(f"lmcache_{name}", help_text, labels=names)
-            for gauge_labels, reading in values.items():
-                gauge.add_metric([text for _, text in gauge_labels], reading)
-            families[name] = gauge
+                metric.add_sample(f"lmcache_{name}_bucket", {**dict(labels), "le": bound}, running)
+            metric.add_sample(f"lmcache_{name}_count", dict(labels), running)
+            metric.add_sample(f"lmcache_{name}_sum", dict(labels), total)
+        for name, (help_text, read) in gauges:
+            metric = family(name, "gauge", help_text)
+            for labels, reading in read().items():
+                metric.add_sample(f"lmcache_{name}", dict(labels), reading)
         return families.values()
 
     def prometheus_text(self) -> str:
@@ -141,3 +139,9 @@ class Metrics:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return generate_latest(registry).decode()
+
+
+def _key(name: str, labels: Mapping[str, str]) -> tuple[str, Labels]:
+    if name not in HELP:
+        raise KeyError(f"metric {name} has no help text")
+    return name, tuple(sorted(labels.items())) if len(labels) > 1 else tuple(labels.items())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import enum
 import logging
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
+
+from .unhandled import report
 
 log = logging.getLogger(__name__)
 
@@ -240,7 +241,7 @@ class TransferPool:
         try:
             complete = task.run()
         except BaseException:
-            _report()
+            report()
         in_time = task.move(_State.RUNNING, _State.ENDED)
         if not in_time:
             task.answered.wait()  # `on_return` comes after `on_late`
@@ -337,9 +338,4 @@ def _tell(callback: Callable[[], None]) -> None:
     try:
         callback()
     except BaseException:
-        _report()
-
-
-def _report() -> None:
-    """Say what an exception that ends a thread would say."""
-    threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+        report()

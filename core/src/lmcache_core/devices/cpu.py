@@ -49,7 +49,7 @@ class CpuDevice(Device):
         layers: range | None = None,
         after: Fence | None = None,
     ) -> Fence:
-        ids = _checked(pages, block_ids, layout, len(out))
+        ids = _checked(pages, block_ids, layout, out, layers)
         if after is not None:
             after.wait()
 
@@ -77,8 +77,10 @@ class CpuDevice(Device):
         skip_blocks: int = 0,
         after: Fence | None = None,
     ) -> Fence:
-        ids = _checked(pages, block_ids, layout, len(src))
-        if len(set(ids[skip_blocks:].tolist())) != len(ids) - skip_blocks:
+        ids = _checked(pages, block_ids, layout, src, layers)
+        if not 0 <= skip_blocks <= layout.blocks(layout.regions[0]):
+            raise DeviceError(f"skip_blocks {skip_blocks} is not a number of blocks of the first chunk")
+        if len(set(ids[skip_blocks:].tolist())) != len(ids[skip_blocks:]):
             raise DeviceError("a block id occurs twice: two chunks would overwrite each other")
         if after is not None:
             after.wait()
@@ -89,16 +91,16 @@ class CpuDevice(Device):
             chunk_ids = ids[index * blocks + skip : (index + 1) * blocks]
             start = offset + skip * region.block_nbytes
             source = np.frombuffer(src[index], np.uint8, len(chunk_ids) * region.block_nbytes, start)
-            flat = _void(page, region.block_nbytes)
-            if flat is None:
+            rows = _bytes(page, region.block_nbytes)
+            if rows is None:
                 _each_block(page, chunk_ids, source, region, to_page=True)
             elif len(chunk_ids):
-                first = int(chunk_ids[0])
-                rows = source.view(flat.dtype)
-                if int(chunk_ids[-1]) - first == len(chunk_ids) - 1 and bool((np.diff(chunk_ids) == 1).all()):
-                    np.copyto(flat[first : first + len(rows)], rows)
+                first, count = int(chunk_ids[0]), len(chunk_ids)
+                data = source.reshape(count, region.block_nbytes)
+                if int(chunk_ids[-1]) - first == count - 1 and bool((np.diff(chunk_ids) == 1).all()):
+                    np.copyto(rows[first : first + count], data)
                 else:
-                    flat[chunk_ids] = rows
+                    rows[chunk_ids] = data
 
         self._share(copy, _planes(pages, layout, layers, len(src)), layout.nbytes * len(src))
         return DoneFence()
@@ -127,17 +129,26 @@ class CpuDevice(Device):
 
 
 def _checked(
-    pages: Pages, block_ids: Sequence[int], layout: Layout, buffers: int
+    pages: Pages, block_ids: Sequence[int], layout: Layout, buffers: Sequence[memoryview], layers: range | None
 ) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """The ids as an array, after everything that "clip" would hide."""
-    ids = np.asarray(block_ids, dtype=np.intp)
+    """The ids as an array, after everything that "clip" would hide and what would fail half-way."""
+    given = np.asarray(block_ids)
+    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
+        raise DeviceError(f"block ids must be a flat row of whole numbers, got {given.dtype} of shape {given.shape}")
+    ids = given.astype(np.intp)
     first = layout.regions[0]
     if any(region.block_tokens != first.block_tokens for region in layout.regions):
         raise DeviceError("the cpu device needs regions of one block size")
     if len(pages) != len(layout.regions):
         raise DeviceError(f"{len(pages)} regions of pages for a layout of {len(layout.regions)}")
-    if len(ids) != buffers * layout.blocks(first):
-        raise DeviceError(f"{len(ids)} block ids for {buffers} chunks of {layout.blocks(first)} blocks")
+    if len(ids) != len(buffers) * layout.blocks(first):
+        raise DeviceError(f"{len(ids)} block ids for {len(buffers)} chunks of {layout.blocks(first)} blocks")
+    for index, buffer in enumerate(buffers):
+        if buffer.nbytes != layout.nbytes:
+            raise DeviceError(f"buffer {index} has {buffer.nbytes} bytes, a chunk has {layout.nbytes}")
+    most = max(region.layers for region in layout.regions)
+    if layers and not (min(layers) >= 0 and max(layers) < most):
+        raise DeviceError(f"layers {min(layers)} to {max(layers)} of a layout that has {most}")
     for region, planes in zip(layout.regions, pages, strict=True):
         if len(planes) != region.layers:
             raise DeviceError(f"region {region.name!r}: {len(planes)} layers of pages, the layout has {region.layers}")
@@ -173,9 +184,19 @@ def _void(page: Any, block_nbytes: int) -> Any:
     return page.reshape(-1).view(np.dtype((np.void, block_nbytes)))
 
 
+def _bytes(page: Any, block_nbytes: int) -> Any:
+    """`page` as rows of bytes, or None where its blocks are not contiguous.
+
+    For assignments, which hold the GIL below 500 elements: an opaque block would count as one, however large.
+    """
+    if not page.flags.c_contiguous:
+        return None
+    return page.reshape(-1).view(np.uint8).reshape(-1, block_nbytes)
+
+
 def _each_block(page: Any, ids: Any, flat: Any, region: Region, *, to_page: bool) -> None:
     for index, block in enumerate(ids):
-        there = page[block]
+        there = page[block, ...]  # a view, also where a block is one element
         here = (
             flat[index * region.block_nbytes : (index + 1) * region.block_nbytes].view(page.dtype).reshape(there.shape)
         )
