@@ -23,6 +23,7 @@ from lmcache_core import Backend, CacheConfig, TierConfig
 from lmcache_core.cache import Cache
 from lmcache_core.client.cache import RemoteCache, connect
 from lmcache_core.config import ServerConfig
+from lmcache_core.devices.cpu import CpuDevice
 from lmcache_core.events import Events
 from lmcache_core.pool import Pool
 from lmcache_core.server import daemon as daemon_module
@@ -166,3 +167,67 @@ def descriptors(pid: int | None = None) -> dict[str, int]:
 
 def threads(pid: int | None = None) -> int:
     return len(list(Path(f"/proc/{pid or os.getpid()}/task").iterdir()))
+
+
+class Gate(CpuDevice):
+    """A device whose copies wait for the test: `entered` when one is about to begin, `go` lets it."""
+
+    api_version = (1, 0)
+
+    def __init__(self, *verbs: str) -> None:
+        super().__init__()
+        self.verbs = verbs
+        self.entered = threading.Event()
+        self.go = threading.Event()
+
+    def gather(self, *args: Any, **settings: Any) -> Any:
+        self._wait("gather")
+        return super().gather(*args, **settings)
+
+    def scatter(self, *args: Any, **settings: Any) -> Any:
+        self._wait("scatter")
+        return super().scatter(*args, **settings)
+
+    def _wait(self, verb: str) -> None:
+        if verb in self.verbs:
+            self.entered.set()
+            assert self.go.wait(20)
+
+
+CLIENT = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import tiny
+from tiny import *
+from lmcache_core.client.cache import connect
+cache = connect(sys.argv[1], call_timeout_s=5.0)
+pool = cache._pool
+def say(what):
+    print(what, flush=True)
+"""
+
+
+class ClientProcess:
+    """A process with a `cache` in the daemon, that runs `code`; what it says comes out of `heard`."""
+
+    def __init__(self, path: Path, code: str) -> None:
+        command = [sys.executable, "-c", CLIENT + code, str(path), str(Path(__file__).parent)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def heard(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> int:
+        self.process.kill()
+        return self.process.wait()
+
+    def __enter__(self) -> ClientProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()

@@ -323,9 +323,11 @@ class Pool:
     def _left_for_stores(self, count: int, slot_nbytes: int) -> int:
         """At most `count`, so that a share of the slots stays free or evictable for loads."""
         total = self.slab.capacity_nbytes // slot_nbytes
-        held = sum(e.slots - len(e.free) for e in self.slab.extents.values() if e.slot_nbytes == slot_nbytes)
-        held -= self._index.evictable(slot_nbytes)
-        return max(0, min(count, total - total // _STAGING_SHARE - held))
+        used = sum(e.slots - len(e.free) for e in self.slab.extents.values() if e.slot_nbytes == slot_nbytes)
+        left = total - total // _STAGING_SHARE - used
+        if left + self._index.evictable(slot_nbytes) < count:
+            self.leases.expire()
+        return max(0, min(count, left + self._index.evictable(slot_nbytes)))
 
     def _within_quota(self, count: int, slot_nbytes: int, tenant: bytes) -> int:
         """How many slots the tenant may take, its own oldest records making place."""

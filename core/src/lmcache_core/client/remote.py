@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 _NOTHING: Final = Found(0, (), False, 0)
 _RETRY_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
 _WATCH_S: Final = 0.5
+MAX_REQUESTS: Final = 65_536
 _SILENCE_S: Final = 5.0
 """A daemon that did not answer in time is not asked again for so long, unless it is heard from."""
 
@@ -87,6 +89,8 @@ class RemotePool:
         self._on_answered: dict[str, Callable[[], None]] = {}
         self._answered: set[str] = set()
         self._closing = False
+        self._asked: OrderedDict[str, Link] = OrderedDict()
+        """Requests that may hold something, and where."""
         self._said_down = False
         self._ask_again_at = 0.0
         self._said_silent = False
@@ -116,6 +120,7 @@ class RemotePool:
                 self._on_answered[request] = on_answered
 
         def question(link: Link, call: int) -> object:
+            self._remember(request, link)
             return wire.Lookup(call, link.model(chain.model), b"".join(chain.digests), chain.tokens, request)
 
         reply = self._ask(question, wire.FoundReply)
@@ -139,10 +144,13 @@ class RemotePool:
 
     def release(self, request: str) -> None:
         self._forget_callback(request)
-        self._tell(wire.Release(request))
+        link = self._asked.pop(request, None)
+        if link is not None:
+            self._tell_on(link, wire.Release(request))
 
     def hold_resident(self, chain: Chain, request: str) -> int:
         def question(link: Link, call: int) -> object:
+            self._remember(request, link)
             return wire.Hold(call, link.model(chain.model), b"".join(chain.digests), request)
 
         reply = self._ask(question, wire.Count)
@@ -297,10 +305,11 @@ class RemotePool:
             self._said_silent = False
         log.info("daemon at %s: answers again", self.path)
 
-    def _tell(self, message: object) -> None:
-        link = self._link
-        if link is not None:
-            self._tell_on(link, message)
+    def _remember(self, request: str, link: Link) -> None:
+        """Under the sender's lock."""
+        self._asked[request] = link
+        if len(self._asked) > MAX_REQUESTS:
+            self._asked.popitem(last=False)  # the daemon has a bound of its own
 
     def _tell_on(self, link: Link, message: object) -> None:
         try:
@@ -351,7 +360,7 @@ class RemotePool:
                 for message in link.messages():
                     self._heard(link, message)
             except (OSError, CacheError) as error:
-                reason = str(error)
+                reason = link.broken or str(error)
             self._lost(link, reason)
             if time.monotonic() - began > _RETRY_S[-1]:
                 attempt = 0
@@ -377,6 +386,7 @@ class RemotePool:
             jobs = [job for job, wanted in self._wanted.items() if wanted.link is link]
             callbacks = list(self._on_answered.values())
             self._on_answered.clear()
+            self._asked.clear()
             self._changed.notify_all()
         if not self._closing:
             self._say_down(reason)
@@ -390,8 +400,9 @@ class RemotePool:
             self.on_drop(extent)
 
     def _say_down(self, reason: str) -> None:
-        if not self._said_down:
-            self._said_down = True
+        said = self._said_down or self._said_silent
+        self._said_down = True
+        if not said:
             log.warning("daemon at %s: %s; going on without a cache until it is back", self.path, reason)
 
     def _heard(self, link: Link, message: wire.ToClient) -> None:
