@@ -33,20 +33,28 @@ class Ledger:
         self._alone: set[bytes] = set()
         self._shares = Shares(new_policy)
         self._tenants: dict[bytes, bytes] = {}
+        self._families: dict[bytes, bytes] = {}
 
-    def belongs(self, shard_id: bytes, tenant: bytes, manifest_nbytes: int = 0) -> None:
-        """Records of this shard are the tenant's; `manifest_nbytes` more are in use."""
+    def belongs(self, shard_id: bytes, tenant: bytes, family_id: bytes, manifest_nbytes: int = 0) -> None:
+        """Records of this shard are the tenant's and of that family; `manifest_nbytes` more are in use."""
         with self._lock:
             self._tenants[shard_id] = tenant
+            self._families[shard_id] = family_id
             self.used_nbytes += manifest_nbytes
 
     def has_shard(self, shard_id: bytes) -> bool:
         """Whether its tenant is known."""
         return shard_id in self._tenants
 
+    def shards_of(self, family_id: bytes) -> list[bytes]:
+        """The family's shards, as far as they are known."""
+        with self._lock:
+            return [shard_id for shard_id, family in self._families.items() if family == family_id]
+
     def disown(self, shard_id: bytes, manifest_nbytes: int) -> None:
         """Inverse of `belongs`."""
         with self._lock:
+            self._families.pop(shard_id, None)
             if self._tenants.pop(shard_id, None) is not None:
                 self.used_nbytes -= manifest_nbytes
 

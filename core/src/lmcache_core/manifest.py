@@ -29,6 +29,11 @@ class Manifest:
     described: dict[str, Any]
     """Model, weights, dtype and so on, and the layout, as they entered the key."""
 
+    @property
+    def family_id(self) -> bytes:
+        """The family that the shard is of."""
+        return bytes.fromhex(self.described["family"]["family_id"])
+
 
 def key_of(shard_id: bytes) -> ChunkKey:
     return ChunkKey(shard_id[:SHARD_ID_NBYTES] + DIGEST)
@@ -76,6 +81,7 @@ def parse(record: memoryview, nbytes: int, key: ChunkKey) -> Manifest:
     try:
         described = json.loads(bytes(record[PAGE_NBYTES : PAGE_NBYTES + found.encoded_nbytes]))
         tenant = bytes.fromhex(described["family"]["salt_id"])
+        bytes.fromhex(described["family"]["family_id"])
     except (ValueError, KeyError, TypeError) as error:
         raise ChunkCorrupt(f"{key!r} is not a manifest: {error}") from error
     return Manifest(key.shard_id, tenant, described)

@@ -44,6 +44,7 @@ def open_cache(
         path = socket_path(str(socket)) if socket is not None else config.daemon_socket
         return connect(path, device, device_name=device_name, metrics=metrics, events=open_events(config, metrics))
     pool, events = open_pool(config, metrics)
+    log.info("this process alone uses the host memory: every other that opens a cache of its own takes as much again")
     return LocalCache(pool, device, metrics=metrics, events=events, device_name=device_name)
 
 
@@ -79,8 +80,7 @@ def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
         lease_timeout_s=config.lease_timeout_s,
     )
     log.info(
-        "cache ready: %d bytes of host memory for this process alone, below it %s; every process that opens a cache "
-        "of its own takes as much again",
+        "cache ready: %d bytes of host memory, below it %s",
         capacity,
         ", ".join(f"{tier.name} ({tier.backend_name})" for tier in tiers) or "nothing",
     )

@@ -387,10 +387,10 @@ class Tier:
             return
         described = manifest.of(item.model, shard_id)
         if not self._keeps_manifests:
-            self.ledger.belongs(shard_id, described.tenant)
+            self.ledger.belongs(shard_id, described.tenant, described.family_id)
             return
         record = manifest.pack(described, time.time_ns())
-        self.ledger.belongs(shard_id, described.tenant, len(record))
+        self.ledger.belongs(shard_id, described.tenant, described.family_id, len(record))
         (staged,) = self._sealer.staging([len(record)])
         staged[: len(record)] = record
         put = self._call("put", partial(self.backend.put, manifest.key_of(shard_id), staged[: len(record)]))
@@ -409,7 +409,7 @@ class Tier:
             self._call("remove", partial(self.backend.remove, entry.key))
             return
         if found is not None:
-            self.ledger.belongs(found.shard_id, found.tenant, entry.nbytes)
+            self.ledger.belongs(found.shard_id, found.tenant, found.family_id, entry.nbytes)
 
     def _remove_manifest(self, shard_id: bytes) -> None:
         if self._keeps_manifests and self.ledger.has_shard(shard_id):

@@ -104,7 +104,9 @@ class Commands:
         return len(self._pins)
 
     def _clear(self, namespace: bytes) -> int:
-        shards = [namespace, *self._families.get(namespace, ())]
+        shards = {namespace, *self._families.get(namespace, ())}
+        for tier in self._pool.tiers:
+            shards.update(tier.ledger.shards_of(namespace))
         count = sum(self._pool.clear(shard_id) for shard_id in shards)
         log.info("cleared %s: %d records", namespace.hex() or "all", count)
         return count

@@ -54,7 +54,7 @@ class Daemon:
         self._pool.slab.on_grow = self._prefaults.start
         self._pool.slab.on_drop = self._extent_dropped
         add_pool_gauges(self.metrics, self._pool)
-        self.metrics.gauge("clients", "Connections now.", lambda: {(): float(len(self._sessions))})
+        self.metrics.gauge("clients", "Connections now.", lambda: {(): float(self._clients())})
         self._sessions: dict[int, Session] = {}
         self.commands = Commands(self._pool, self.status)
         self._tasks: dict[asyncio.Task[None], socket.socket] = {}
@@ -134,7 +134,7 @@ class Daemon:
             "socket": str(self.socket_path),
             **self._also,
             "problem": self._readiness(),
-            "clients": len(self._sessions),
+            "clients": self._clients(),
             "leases": self._pool.leases.count(),
             "pins": self.commands.pins,
             "quarantined_slots": len(self._quarantine),
@@ -145,6 +145,10 @@ class Daemon:
             "capacity_nbytes": self._pool.slab.capacity_nbytes,
             "tiers": [asdict(tier.status()) for tier in self._pool.tiers],
         }
+
+    def _clients(self) -> int:
+        """Connections of engines; whoever only gives commands is none."""
+        return sum(not session.only_commands for session in list(self._sessions.values()))
 
     def _readiness(self) -> str:
         """ "" when the tiers are usable, else which are not."""
@@ -267,10 +271,12 @@ class Daemon:
             self._drains.add(task)
             task.add_done_callback(self._drains.discard)
         elif isinstance(message, Command):
+            session.only_commands = not session.is_engine
             await self._command(session, message)
         else:
             if isinstance(message, wire.Define):
                 self.commands.learn(message.definition)
+            session.is_engine, session.only_commands = True, False
             session.handle(message)
 
     async def _command(self, session: Session, command: Command) -> None:

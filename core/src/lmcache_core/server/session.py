@@ -37,6 +37,8 @@ class Session:
     ) -> None:
         self.number = number
         self.client = ""
+        self.is_engine = self.only_commands = False
+        """What it has sent so far; neither, before anything."""
         self.requests: dict[str, None] = {}
         self.reserved: dict[int, Entry] = {}
         """Slots that this client is writing, by generation."""

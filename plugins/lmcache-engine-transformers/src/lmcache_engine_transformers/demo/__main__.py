@@ -28,6 +28,11 @@ tiers:
     capacity: 4GiB
     options: {{path: {path}}}
 """
+_DAEMON_CONFIG = """\
+chunk_tokens: 256
+device: cpu
+socket: {path}
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +54,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     console = Console()
     with ExitStack() as stack:
-        config = options.config or _own_config(options.cache_dir, stack)
+        config = options.config or _own_config(options.cache_dir, options.socket, stack)
         with console.status("preparing the model (the first time takes about 20 s)"):
             folder = weights.prepared_model(options.work_dir or weights.default_work_dir())
             model, tokenizer = weights.load(folder)
@@ -65,13 +70,16 @@ def _demo(options: argparse.Namespace) -> int:
     return 0 if outcome.agreement.tokens_equal and all(row.hit_tokens for row in outcome.rows[1:]) else 1
 
 
-def _own_config(cache_dir: Path | None, stack: ExitStack) -> Path:
-    """A host tier and a disk tier; in a temporary folder unless one is given."""
+def _own_config(cache_dir: Path | None, socket: str | None, stack: ExitStack) -> Path:
+    """A host tier and a disk tier, or a daemon's socket; in a temporary folder unless one is given."""
     if cache_dir is None:
         cache_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lmcache-demo-")))
     cache_dir.mkdir(parents=True, exist_ok=True)
     config = cache_dir.resolve() / "lmcache.yaml"
-    config.write_text(_CONFIG.format(path=json.dumps(str(config.parent / "store"))))
+    if socket is not None:
+        config.write_text(_DAEMON_CONFIG.format(path=json.dumps(socket)))
+    else:
+        config.write_text(_CONFIG.format(path=json.dumps(str(config.parent / "store"))))
     return config
 
 
@@ -79,6 +87,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m lmcache_engine_transformers.demo", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object, as the last line")
     parser.add_argument("--config", type=Path, help="a configuration of your own, with a tier that outlives a process")
+    parser.add_argument("--socket", help="use the daemon (`lmc serve`) at this socket, with all who use it; or `auto`")
     parser.add_argument("--cache-dir", type=Path, help="where the demo's own configuration keeps its records")
     parser.add_argument("--work-dir", type=Path, help="where the model is kept for the next run")
     parser.add_argument("--plot", type=Path, default=Path("out/demo.png"), help="the picture (default: %(default)s)")
