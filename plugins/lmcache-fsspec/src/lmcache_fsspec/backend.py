@@ -189,9 +189,7 @@ class FsspecBackend(Backend[FsspecOptions]):
         path, limit = self._path(key), into.nbytes
         if self._local:
             return partial(_call, _read_local, path, into)
-        if self._here or self._class.async_impl:
-            return partial(steps.read_ranged, path, limit)
-        return partial(steps.read_sized, path, limit)
+        return partial(steps.read, path, limit)
 
     def _writing(self, key: ChunkKey, data: memoryview) -> Callable[[], steps.Steps[None]]:
         path = self._path(key)

@@ -47,6 +47,11 @@ def fault(error: BaseException, what: str, hidden: Iterable[str] = ()) -> Backen
     return found
 
 
+def is_absence(error: BaseException) -> bool:
+    """Whether it says that there is no such file."""
+    return isinstance(error, ABSENT) or _status(error) == 404
+
+
 def spoils_connection(error: BaseException) -> bool:
     """Whether what is said next on the same connection could be the answer to something else."""
     return not isinstance(error, (*ABSENT, FileExistsError, PermissionError, ftplib.error_perm))

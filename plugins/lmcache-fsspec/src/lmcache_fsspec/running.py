@@ -251,9 +251,9 @@ class OnLoop:
 
     def _opened(self, timeout_s: float) -> Any:
         """The instance, made on a thread of its own since its constructor may wait for a server."""
-        if self._fs is not None:
-            return self._fs
         with self._lock:
+            if self._fs is not None:
+                return self._fs
             if self._opening is None:
                 self._opening = _Opening(self._make)
             opening = self._opening
