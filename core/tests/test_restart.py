@@ -150,7 +150,8 @@ def test_more_host_memory_than_there_is_is_refused_with_both_numbers_before_anyt
 def test_the_start_line_says_for_whom_the_capacity_is(caplog):  # S28
     caplog.set_level("INFO")
     with open_cache(CacheConfig(tiers=(TierConfig("host", "memory", 64 << 20),))) as cache:
-        assert "67108864 bytes of host memory for this process alone" in caplog.text
+        assert "67108864 bytes of host memory" in caplog.text
+        assert "this process alone uses the host memory" in caplog.text
         assert cache.status().capacity_nbytes == 64 << 20
         for seed in range(200):
             store(cache, chain(4, seed=seed))
