@@ -98,10 +98,11 @@ def test_a_late_answer_is_never_given_to_the_next_caller() -> None:
 
     with (
         scripted(late, answers(bulk(b"of B...."))) as server,
-        open_backend(server.url, timeout_s=0.1, connections=1) as backend,
+        open_backend(server.url, connections=1) as backend,
     ):
-        with pytest.raises(BackendUnavailable, match="no answer in time"):
-            backend.get(new_key(), empty(8))
+        (result,) = backend.get_many([new_key()], [empty(8)], timeout_s=0.3)
+        assert isinstance(result, BackendUnavailable)
+        assert "no answer in time" in str(result)
         into = empty(8)
         assert backend.get(new_key(), into) == 8
         assert into == b"of B...."
