@@ -203,11 +203,48 @@ def test_one_server_that_is_taken_for_a_cluster_is_an_error_that_says_so(redis: 
         backend.contains(new_key())
 
 
+def _slots(port: int) -> bytes:
+    """An answer to CLUSTER SLOTS: one node has all."""
+    return b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % port
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"*100001\r\n",
+        b"*-2\r\n",
+        b"*1\r\n" * 9 + b":1\r\n",
+        b"$1048577\r\n" + bytes(1 << 20),
+        b":1\r\n",
+        b"*1\r\n*1\r\n:0\r\n",
+        b"*0\r\n",
+        b"_\r\n",
+        b"*1\r\n*3\r\n:0\r\n:x\r\n*0\r\n",
+    ],
+)
+def test_a_topology_that_makes_no_sense_is_a_fault(answer: bytes) -> None:
+    with scripted(answers(answer)) as server, open_backend(server.url, cluster=True, timeout_s=1.0) as backend:
+        started = time.monotonic()
+        with pytest.raises(BackendError):
+            backend.contains(new_key())
+        assert time.monotonic() - started < 0.9  # known from the answer, not from the clock
+
+
+def test_a_node_in_doubt_is_not_the_one_that_is_asked_who_owns_what() -> None:
+    with scripted() as silent, scripted() as other:
+        silent.scripts = [answers(_slots(silent.port)), answers()]
+        other.scripts = [answers(_slots(other.port)), answers(b":1\r\n")]
+        url = f"{silent.url},127.0.0.1:{other.port}"
+        with open_backend(url, cluster=True) as backend:
+            with pytest.raises(BackendUnavailable, match="no answer in time"):
+                backend.contains_prefix([new_key()], timeout_s=0.5)
+            assert backend.contains_prefix([new_key()], timeout_s=1.5) == 1  # less than a connection may take
+
+
 def test_redirections_without_end_are_given_up() -> None:
     with scripted() as server:
-        slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$9\r\n127.0.0.1\r\n:%d\r\n" % server.port
         moved = b"-MOVED 1 127.0.0.1:%d\r\n" % server.port
-        server.scripts = [answers(slots), answers(*[moved] * 8)]
+        server.scripts = [answers(_slots(server.port)), answers(*[moved] * 8)]
         with (
             open_backend(server.url, cluster=True, connections=1) as backend,
             pytest.raises(BackendUnavailable, match="node to node"),

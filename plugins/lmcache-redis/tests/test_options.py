@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from records import BACKENDS, new_key, open_backend
 
-from lmcache_core import BackendError, ConfigError, Context, RawOptions
+from lmcache_core import BackendError, ConfigError, Context, RawOptions, load_config
 from lmcache_redis import RedisBackend, RedisOptions
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -49,6 +49,24 @@ def test_every_option_is_documented_with_its_default_and_unit(option: dataclasse
 
 def test_nothing_is_documented_that_is_no_option() -> None:
     assert DOCUMENTED.keys() == {written(option.name) for option in dataclasses.fields(RedisOptions)}
+
+
+def test_the_configuration_of_the_readme_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "lmcache.yaml").write_text(blocks[0])
+    monkeypatch.setenv("REDIS_PASSWORD", "hunter2")
+    (host, pool) = load_config(tmp_path / "lmcache.yaml").tiers
+    assert host.backend == "memory"
+    options = pool.options.into(RedisOptions)
+    assert (options.username, options.password, options.ttl_s) == ("kv", "hunter2", 86400.0)
+    for name in ("ca.pem", "me.pem", "me.key"):
+        (tmp_path / name).touch()
+    others = blocks[1].replace("/etc/kv", str(tmp_path)).strip().splitlines()
+    assert len(others) == 5
+    for line in others:
+        text = f"tiers: [{{backend: memory, capacity: 1GiB}}, {{backend: redis, {line.partition('#')[0]}}}]"
+        (tmp_path / "other.yaml").write_text(text)
+        assert load_config(tmp_path / "other.yaml").tiers[1].options.into(RedisOptions).location.addresses
 
 
 def test_options_are_read_as_a_configuration_writes_them() -> None:
