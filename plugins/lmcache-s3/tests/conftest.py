@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import seaweed
+from places import BUCKET, Open, boto, options
 from proxy import Proxy
 
-from lmcache_core import ChunkKey, Context
-from lmcache_s3 import S3Backend, S3Options
-
-BUCKET = "records"
-Open = Callable[..., S3Backend]
+from lmcache_core import Context
+from lmcache_s3 import S3Backend
 
 
 @pytest.fixture(scope="session")
@@ -24,14 +21,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[seaweed.Seaweed
     with seaweed.running(tmp_path_factory.mktemp("seaweed")) as started:
         boto(started.url).create_bucket(Bucket=BUCKET)
         yield started
-
-
-def boto(url: str) -> Any:
-    """Amazon's own client, to look from the other side."""
-    key, secret = seaweed.ADMIN
-    return boto3.client(
-        "s3", endpoint_url=url, aws_access_key_id=key, aws_secret_access_key=secret, region_name="us-east-1"
-    )
 
 
 @pytest.fixture
@@ -44,12 +33,6 @@ def proxy(server: seaweed.Seaweed) -> Iterator[Proxy]:
 def prefix(request: pytest.FixtureRequest) -> str:
     """Names of this test's objects begin with it: the tests share a bucket."""
     return f"test-{os.urandom(6).hex()}"
-
-
-def options(url: str, prefix: str = "", **more: Any) -> S3Options:
-    key, secret = seaweed.ADMIN
-    given = {"bucket": BUCKET, "endpoint": url, "access_key_id": key, "secret_access_key": secret, "prefix": prefix}
-    return S3Options(**(given | more))
 
 
 @pytest.fixture
@@ -82,18 +65,3 @@ def no_aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     return tmp_path
-
-
-def new_key(shard: bytes | None = None) -> ChunkKey:
-    return ChunkKey((shard or os.urandom(16)) + os.urandom(32))
-
-
-def record(nbytes: int) -> memoryview:
-    return memoryview(os.urandom(nbytes))
-
-
-def held(backend: S3Backend, key: ChunkKey, nbytes: int) -> bytes | None:
-    """The record as `get` gives it."""
-    into = bytearray(nbytes)
-    count = backend.get(key, memoryview(into))
-    return None if count is None else bytes(into[:count])

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-What = Literal["answer", "short", "stall", "stall body", "dribble", "reset", "reset body", "hang up after", "no 100"]
+What = Literal[
+    "answer", "short", "stall", "stall body", "dribble", "reset", "reset body", "hang up after", "no 100", "first bytes"
+]
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,9 @@ class Proxy:
             return False
         if expects and not (fault is not None and fault.what == "no 100"):
             sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if fault is not None and fault.what == "first bytes":  # another range, as long as the one asked for
+            first, _, last = headers["range"].removeprefix("bytes=").partition("-")
+            headers["range"] = f"bytes=0-{int(last) - int(first)}"
         body = stream.read(int(headers.get("content-length", "0")))  # type: ignore[attr-defined]
         seen.body_nbytes = len(body)
         upstream.request(line[0], line[1], body=body or None, headers=headers)

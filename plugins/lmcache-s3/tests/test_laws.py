@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import pytest
-from conftest import options
+from places import options
 from proxy import Proxy
 from seaweed import Seaweed
 

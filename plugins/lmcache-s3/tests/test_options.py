@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Open, held, new_key, options, record
+from places import Open, held, new_key, options, record
 from proxy import Fault, Proxy
 
 from lmcache_core import BackendError, ConfigError, Context, RawOptions

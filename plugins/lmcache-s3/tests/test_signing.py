@@ -10,7 +10,7 @@ import botocore.auth
 import pytest
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import ReadOnlyCredentials
-from conftest import new_key
+from places import new_key
 
 from lmcache_s3 import S3Options
 from lmcache_s3.signing import request_head

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import BUCKET, Open, boto, held, new_key, options, record
+from places import BUCKET, Open, boto, held, new_key, options, record
 from proxy import Fault, Proxy
 from seaweed import Seaweed
 
@@ -248,6 +248,15 @@ def test_ranges_of_two_objects_are_never_put_together(
     assert got == (None if replaced == "gone" else new)
 
 
+def test_a_range_that_was_not_asked_for_is_a_fault(open_s3: Open, proxy: Proxy) -> None:
+    s3 = open_s3(range_nbytes=MiB, parallel=1)
+    key, data = new_key(), record(4 * MiB)
+    s3.put(key, data)
+    proxy.always = lambda seen: None if seen.headers.get("range", "").startswith("bytes=0-") else Fault("first bytes")
+    with pytest.raises(BackendError, match="another range"):
+        held(s3, key, len(data))
+
+
 def test_what_new_objects_are_to_be_like_is_asked_for(open_s3: Open, proxy: Proxy) -> None:
     s3 = open_s3(
         encryption="aws:kms", kms_key_id="alias/kv", bucket_key=True, storage_class="STANDARD_IA",
@@ -286,7 +295,7 @@ def test_a_forked_child_reads_with_connections_of_its_own(server: Seaweed, prefi
     program = f"""
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from conftest import held, new_key, options, record
+from places import held, new_key, options, record
 from lmcache_core import Context
 from lmcache_s3 import S3Backend
 backend = S3Backend(options({server.url!r}, {prefix!r}), Context())

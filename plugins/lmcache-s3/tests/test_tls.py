@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import trustme
-from conftest import held, new_key, options, record
+from places import held, new_key, options, record
 from proxy import Fault, Proxy
 from seaweed import Seaweed
 
