@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, NoReturn
 
-from ..backend import ApiVersion
+from ..backend import API_VERSION, ApiVersion
 
 Outcome = Literal["passed", "failed", "skipped", "known"]
 _FIRST_API: Final[ApiVersion] = (1, 0)
@@ -59,6 +59,20 @@ def expect(condition: object, message: str) -> None:
     """Raise LawBroken with `message` unless `condition` holds; unlike assert, also under `python -O`."""
     if not condition:
         raise LawBroken(message)
+
+
+def expect_api_version(kind: type) -> None:
+    """Raise LawBroken unless `kind` states an API version of its own that this core speaks."""
+    version: Any = getattr(kind, "api_version", None)
+    expect(
+        isinstance(version, tuple) and len(version) == 2 and all(type(part) is int for part in version),
+        f"api_version must be two integers, e.g. (1, 0), got {version!r}",
+    )
+    expect(version is not API_VERSION, "api_version must be a literal: API_VERSION changes with core")
+    expect(
+        version[0] == API_VERSION[0] and version[1] <= API_VERSION[1],
+        f"api_version {version} cannot be used by a core that speaks {API_VERSION}",
+    )
 
 
 def skip(reason: str) -> NoReturn:

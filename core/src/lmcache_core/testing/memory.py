@@ -51,5 +51,12 @@ def filled(identity: bytes, nbytes: int, alignment: int = 1) -> memoryview:
     return view
 
 
+def filled_with(data: bytes) -> memoryview:
+    """`data` in a buffer."""
+    view = buffer(len(data))
+    view[:] = data
+    return view
+
+
 def is_poison(view: memoryview) -> bool:
     return bytes(view) == bytes((POISON,)) * len(view)

@@ -12,12 +12,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
-from ..backend import API_VERSION, ApiVersion
+from ..backend import ApiVersion
 from ..keys import ChunkKey
 from ..policy import EvictionPolicy, Item
-from .laws import LawResult, Laws, expect, law
+from .laws import LawResult, Laws, expect, expect_api_version, law
 
 _SIZE: Final = 1000
 _ROUNDS: Final = 400
@@ -108,16 +108,7 @@ class PolicyLaws(Laws):
 
     @law(since=(1, 0))
     def test_the_api_version_is_a_literal_that_core_speaks(self) -> None:
-        version: Any = getattr(type(self.records.policy), "api_version", None)
-        expect(
-            isinstance(version, tuple) and len(version) == 2 and all(type(part) is int for part in version),
-            f"api_version must be two integers, e.g. (1, 0), got {version!r}",
-        )
-        expect(version is not API_VERSION, "api_version must be a literal: API_VERSION changes with core")
-        expect(
-            version[0] == API_VERSION[0] and version[1] <= API_VERSION[1],
-            f"api_version {version} cannot be used by a core that speaks {API_VERSION}",
-        )
+        expect_api_version(type(self.records.policy))
 
     @law(since=(1, 0))
     def test_victims_free_what_was_asked_for_and_no_more_than_that(self) -> None:

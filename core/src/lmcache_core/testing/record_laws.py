@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ..backend import API_VERSION
 from ..errors import BackendError, BackendUnavailable, ChunkCorrupt
 from ..keys import KEY_NBYTES, ChunkKey
 from . import memory
 from .bench import BackendSubject, verdict
-from .laws import expect, is_secret_name, law, skip
+from .laws import expect, expect_api_version, is_secret_name, law, skip
 
 _SLACK_S: Final = 1.0
 
@@ -24,16 +23,7 @@ class RecordLaws(BackendSubject):
 
     @law(since=(1, 0))
     def test_the_api_version_is_a_literal_that_core_speaks(self) -> None:
-        version: Any = getattr(type(self.bench.backend), "api_version", None)
-        expect(
-            isinstance(version, tuple) and len(version) == 2 and all(type(part) is int for part in version),
-            f"api_version must be two integers, e.g. (1, 0), got {version!r}",
-        )
-        expect(version is not API_VERSION, "api_version must be a literal: API_VERSION changes with core")
-        expect(
-            version[0] == API_VERSION[0] and version[1] <= API_VERSION[1],
-            f"api_version {version} cannot be used by a core that speaks {API_VERSION}",
-        )
+        expect_api_version(type(self.bench.backend))
 
     @law(since=(1, 0))
     def test_the_traits_make_sense(self) -> None:

@@ -12,6 +12,7 @@ import inspect
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol
 
@@ -180,6 +181,7 @@ class _Connection:
                 self._fs = self._make()
             return steps.run(self._fs, work())
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they would keep what could not be made, and its socket
             if spoils_connection(error):
                 self._drop()
             return error
