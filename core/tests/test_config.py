@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import pickle
 from dataclasses import FrozenInstanceError, dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from lmcache_core.config import (
     parse_config,
     settings,
 )
+from lmcache_core.endpoints import Address, ServerConfig, TcpConfig, default_socket, parse_address
 from lmcache_core.errors import ConfigError, PluginIncompatible
 from lmcache_core.options import RawOptions, option_fields
 
@@ -203,7 +205,19 @@ def test_a_misspelt_variable_is_an_error_with_the_nearest_spelling(variable: str
 
 
 @pytest.mark.parametrize(
-    "rest", ["", "TIERS", "PLUGINS", "TIERS__HOST", "TIERS__HOST__NAME", "TIERS__HOST__OPTIONS", "A__B__C__D__E"]
+    "rest",
+    [
+        "",
+        "TIERS",
+        "PLUGINS",
+        "TIERS__HOST",
+        "TIERS__HOST__NAME",
+        "TIERS__HOST__OPTIONS",
+        "SERVER",
+        "SERVER__TCP",
+        "SERVER__HTTP__X",
+        "A__B__C__D__E",
+    ],
 )
 def test_a_variable_that_names_no_single_value_is_an_error(rest: str) -> None:
     assert f"environment variable LMCACHE__{rest}: names no setting" in problem("", **{f"LMCACHE__{rest}": "1"})
@@ -591,6 +605,71 @@ def test_options_show_their_effective_values_with_secrets_masked() -> None:
     assert "hunter" not in str(table)
 
 
+# The server
+
+
+def test_variables_reach_the_server_section_and_what_is_below_it() -> None:
+    config = parse(
+        "server: {http: '127.0.0.1:1', max_clients: 3}",
+        LMCACHE__SERVER__HTTP="[::1]:9464",
+        LMCACHE__SERVER__ALLOWED_UIDS="1000, 1001",
+        LMCACHE__SERVER__TCP__LISTEN="127.0.0.1:0",
+        LMCACHE__SERVER__TCP__TOKEN="hunter2-hunter2-hunter2",
+        LMCACHE__SOCKET="/run/x",
+    )
+    assert config.server.max_clients == 3
+    assert config.server.http == "[::1]:9464"
+    assert config.server.allowed_uids == (1000, 1001)
+    assert config.server.tcp.token == "hunter2-hunter2-hunter2"
+    assert config.socket == "/run/x"
+    table = shown(config)
+    assert table["server.tcp.listen"] == ("127.0.0.1:0", "environment variable LMCACHE__SERVER__TCP__LISTEN")
+    assert table["server.tcp.token"][0] == "***"
+    assert table["server.max_clients"] == ("3", "lmcache.yaml:1")
+    assert "hunter2" not in str(table) + repr(config)
+
+
+def test_the_daemon_listens_where_the_server_section_says_else_where_engines_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert parse("socket: /a\nserver: {socket: /b}").daemon_socket == Path("/b")
+    assert parse("socket: /a").daemon_socket == Path("/a")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert parse("").daemon_socket == parse("socket: auto").daemon_socket == Path("/run/user/7/lmcache/lmcache.sock")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    monkeypatch.setattr("os.getuid", lambda: 0)
+    assert default_socket() == Path("/run/lmcache/lmcache.sock")
+    monkeypatch.setattr("os.getuid", lambda: 7)
+    assert default_socket() == Path("/tmp/lmcache-7/lmcache.sock")
+    monkeypatch.setattr("pathlib.Path.lstat", lambda path: os.stat_result((0o40777, 1, 1, 1, 8, 8, 0, 0, 0, 0)))
+    with pytest.raises(ConfigError, match="another user's"):
+        default_socket()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('socket: ""', "socket: is empty; give a path, auto, or leave the key out"),
+        ("socket_timeout: 0s", "socket_timeout: must be above zero"),
+        ("server: {max_clients: 0}", "server.max_clients: must be 1 to 65,536"),
+        ("server: {max_client: 5}", "server.max_client: unknown key; did you mean 'max_clients'?"),
+        ("server: {http: '10.0.0.1:80'}", "server.http: 10.0.0.1:80 is not on loopback"),
+    ],
+)
+def test_a_mistake_in_the_server_section_is_named(text: str, says: str) -> None:
+    assert f"lmcache.yaml:1: {says}" in problem(text)
+
+
+def test_addresses_are_an_ip_and_a_port() -> None:
+    assert parse_address("127.0.0.1:80") == Address("127.0.0.1", 80)
+    assert str(parse_address("[::1]:80")) == "[::1]:80"
+    assert parse_address("[::1]:0").is_loopback
+    assert not parse_address("0.0.0.0:0").is_loopback
+    for text in ("", "80", "::1:80", "[127.0.0.1:80", "1.2.3:80", "1.2.3.4", "1.2.3.4:", "1.2.3.4:-1", "1.2.3.4:65536"):
+        with pytest.raises(ValueError, match="is not an IP address and a port"):
+            parse_address(text)
+
+
 # The page
 
 
@@ -603,6 +682,10 @@ def test_the_example_of_the_page_is_a_good_configuration() -> None:
 def test_every_setting_is_documented() -> None:
     page = Path(__file__).parents[2] / "docs" / "config.md"
     text = page.read_text(encoding="utf-8")
-    for kind, head in ((CacheConfig, ""), (TierConfig, "tiers[]."), (PluginsConfig, "plugins.")):
+    tables = ((CacheConfig, ""), (TierConfig, "tiers[]."), (PluginsConfig, "plugins."), (ServerConfig, "server."),
+              (TcpConfig, "server.tcp."))  # fmt: skip
+    for kind, head in tables:
         for name in option_fields(kind):
+            if (kind, name) == (ServerConfig, "tcp"):
+                continue  # a table of its own
             assert f"| `{head}{name}` |" in text, f"{head}{name} has no row in {page}"

@@ -98,6 +98,8 @@ class CacheConfig:
     key_secret: str = field(default="", repr=False)
     socket: str | None = None
     """Of the daemon whose memory and tiers `open_cache` is to use; "auto" for its default.  None opens our own."""
+    socket_timeout_s: float = 0.25
+    """How long a request waits for an answer of that daemon before it goes on without a cache."""
     tiers: tuple[TierConfig, ...] = field(default_factory=_default_tiers)
     plugins: PluginsConfig = PluginsConfig()
     server: ServerConfig = field(default_factory=ServerConfig)
@@ -113,6 +115,8 @@ class CacheConfig:
             raise FieldError("write", f"{self.write!r} is none of through, second_use, on_evict")
         if not self.lease_timeout_s > 0:
             raise FieldError("lease_timeout", f"must be above zero, got {self.lease_timeout_s}")
+        if not self.socket_timeout_s > 0:
+            raise FieldError("socket_timeout", f"must be above zero, got {self.socket_timeout_s}")
         if self.socket == "":
             raise FieldError("socket", "is empty; give a path, auto, or leave the key out")
         _check_plugin_name("device", self.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -119,4 +120,12 @@ def default_socket() -> Path:
     run = os.environ.get("XDG_RUNTIME_DIR")
     if run:
         return Path(run) / "lmcache" / "lmcache.sock"
-    return Path("/run/lmcache/lmcache.sock") if os.getuid() == 0 else Path(f"/tmp/lmcache-{os.getuid()}/lmcache.sock")
+    if os.getuid() == 0:
+        return Path("/run/lmcache/lmcache.sock")
+    folder = Path(f"/tmp/lmcache-{os.getuid()}")
+    try:
+        if (found := folder.lstat()).st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"socket: {folder} is another user's; set XDG_RUNTIME_DIR, or name a path")
+    except FileNotFoundError:
+        pass
+    return folder / "lmcache.sock"

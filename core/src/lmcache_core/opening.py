@@ -42,7 +42,14 @@ def open_cache(
     metrics = Metrics()
     if socket is not None or config.socket is not None:
         path = socket_path(str(socket)) if socket is not None else config.daemon_socket
-        return connect(path, device, device_name=device_name, metrics=metrics, events=open_events(config, metrics))
+        return connect(
+            path,
+            device,
+            device_name=device_name,
+            call_timeout_s=config.socket_timeout_s,
+            metrics=metrics,
+            events=open_events(config, metrics),
+        )
     pool, events = open_pool(config, metrics)
     log.info("this process alone uses the host memory: every other that opens a cache of its own takes as much again")
     return LocalCache(pool, device, metrics=metrics, events=events, device_name=device_name)

@@ -49,6 +49,9 @@ tiers:                     # nearest first
   #   timeout: 2s
   #   options: {url: "rediss://cache:6379/0", password: "${REDIS_PASSWORD}"}
 
+# socket: auto           # engines use the daemon (`lmc serve`), which opens the tiers once for all of them
+# server: {http: "127.0.0.1:9464"}   # /healthz, /readyz and /metrics of the daemon
+
 plugins:
   disable: []              # names or distributions that count as not installed
   hooks: [log]             # one log line for each request that loads something

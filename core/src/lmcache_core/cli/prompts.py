@@ -48,7 +48,7 @@ def prefetch(within_s: float, socket: Any, config: Any, timeout: float, **prompt
     target.open().close()  # says why, if it is not there
     from lmcache_core.client.cache import connect
 
-    with connect(target.socket, connect_timeout_s=timeout, load_timeout_s=within_s) as cache:
+    with connect(target.socket, connect_timeout_s=timeout, call_timeout_s=timeout, load_timeout_s=within_s) as cache:
         result = cache.prefetch(chain).wait(within_s)
         if result is None:
             raise CacheError(f"not all was loaded within {within_s:g} s")
