@@ -98,6 +98,17 @@ def integration(session: nox.Session) -> None:
     session.run("pytest", *session.posargs, "tests")
 
 
+@nox.session
+def soak(session: nox.Session) -> None:
+    """The campaigns of core's tests at full length: a million frames, 500 clients and 100 daemons killed."""
+    core = ROOT / "core"
+    install(session, [core], [*extras(core, "testing"), *dependency_group(core, "test")])
+    campaigns = [str(core / "tests" / name) for name in ("test_wire.py", "test_daemon_kills.py")]
+    session.run(
+        "pytest", "-s", "-o", "faulthandler_timeout=1800", *session.posargs, *campaigns, env={"LMCACHE_SOAK": "1"}
+    )
+
+
 @nox.session(reuse_venv=True)
 def demo(session: nox.Session) -> None:
     """The main job on a real language model."""

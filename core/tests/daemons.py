@@ -45,9 +45,10 @@ def serving(
 ) -> Iterator[Daemon]:
     """A daemon on a thread of this process, over `tiny.open_pool(backends, **settings)`."""
     grace_s = settings.pop("grace_s", 0.0)
+    events = settings.pop("events", None) or Events(None)
 
     def opened(config: CacheConfig, metrics: Any) -> tuple[Pool, Events]:
-        return tiny.open_pool(backends, metrics=metrics, **settings), Events(None)
+        return tiny.open_pool(backends, metrics=metrics, events=events, **settings), events
 
     with patch.object(daemon_module, "open_pool", opened):
         daemon = Daemon(config(**server or {}), socket_path=path, grace_s=grace_s)
@@ -101,22 +102,23 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import daemons
 from lmcache_core.server.daemon import Daemon
-asyncio.run(Daemon(daemons.config(chunks=int(sys.argv[3])), socket_path=Path(sys.argv[1])).run())
+daemon = Daemon(daemons.config(chunks=int(sys.argv[3])), socket_path=Path(sys.argv[1]), grace_s=float(sys.argv[4]))
+asyncio.run(daemon.run())
 """
 
 
 class DaemonProcess:
     """A daemon that can be stopped, continued and killed; started again, it has another boot id."""
 
-    def __init__(self, path: Path, chunks: int = 64) -> None:
+    def __init__(self, path: Path, chunks: int = 64, grace_s: float = 1.0) -> None:
         self.path = path
-        self.chunks = chunks
+        self.settings = [str(chunks), str(grace_s)]
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
         here = str(Path(__file__).parent)
-        command = [sys.executable, "-c", PROCESS, str(self.path), here, str(self.chunks)]
+        command = [sys.executable, "-c", PROCESS, str(self.path), here, *self.settings]
         self.process = subprocess.Popen(command)
         assert until(lambda: answers(self.path), 20), "the daemon did not start"
 

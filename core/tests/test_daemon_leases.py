@@ -172,10 +172,37 @@ def test_a_writer_that_lost_its_connection_says_when_its_copies_have_ended(tmp_p
         assert result.ok_chunks == 0
         assert "did not confirm" in result.failed[0][2]
         assert cache.metrics.count("stores", result="ok") == 0
-        cache._pool._link.abandon("cut again")
-        assert until(lambda: len(daemon._quarantine) == 0), "it is back, and quiet"
-        assert until(lambda: cache.connected)
+        assert until(lambda: len(daemon._quarantine) == 0), "it says so"
         assert store(cache, chain(4, seed=2)).ok_chunks == 4
+
+
+def test_a_writer_that_was_idle_when_it_lost_its_connection_says_so_at_once(tmp_path):
+    with serving(tmp_path / "s", chunks=4) as daemon, connect(tmp_path / "s", call_timeout_s=5.0) as cache:
+        of = chain(3)
+        cache._pool.reserve(of, of.model.shards[0], range(3))
+        cache._pool._link.writing = 0  # as if nothing was going to write them
+        lost = cache._pool._link
+        lost.abandon("cut")
+        assert until(lambda: cache._pool._link not in (None, lost))
+        assert until(lambda: len(daemon._quarantine) == 0)
+        assert store(cache, chain(4, seed=2)).ok_chunks == 4
+
+
+def test_slots_that_were_reserved_on_a_lost_connection_are_not_written(tmp_path):
+    with serving(tmp_path / "s", chunks=4), connect(tmp_path / "s", call_timeout_s=5.0) as cache:
+        of = chain(3)
+        real = cache._pool._ask
+
+        def lost_meanwhile(*args, **settings):
+            reply = real(*args, **settings)
+            link = cache._pool._link
+            link.abandon("cut")
+            assert until(lambda: cache._pool._link is not link)
+            return reply
+
+        cache._pool._ask = lost_meanwhile
+        reservation = cache._pool.reserve(of, of.model.shards[0], range(3))
+        assert (reservation.new, reservation.refused) == ([], [0, 1, 2])
 
 
 def test_a_reader_whose_slots_were_reused_meanwhile_reports_a_failed_load(tmp_path):

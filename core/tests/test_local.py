@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import pytest
 from daemons import counted, held, open_remote, pool_of
@@ -21,7 +22,8 @@ from tiny import (
     until,
 )
 
-from lmcache_core import CacheError, Chain, Group, GroupKind, Hit, Layout, Model, Region, Shard
+from lmcache_core import CacheError, Chain, Fence, Group, GroupKind, Hit, Layout, Model, Region, Shard
+from lmcache_core.devices.cpu import CpuDevice
 from lmcache_core.policies.s3fifo import S3FIFO
 from lmcache_core.testing.dict_backend import DictBackend
 
@@ -495,3 +497,64 @@ def test_stores_leave_a_share_of_the_slots_to_loads():
         assert cache._pool.usage()[1] == 38
         assert cache.metrics.count("drops", reason="no room") == 2
         assert load(cache, chain(2, seed=5))[1].ok_chunks == 2
+
+
+class Sluggish(CpuDevice):
+    """Its next copies have not ended when they should have."""
+
+    api_version = (1, 0)
+
+    def __init__(self):
+        super().__init__()
+        self.late = 1
+        self.ended = threading.Event()
+
+    def gather(self, *args, **settings):
+        return self._fence(super().gather(*args, **settings))
+
+    def scatter(self, *args, **settings):
+        return self._fence(super().scatter(*args, **settings))
+
+    def _fence(self, fence):
+        if not self.late:
+            return fence
+        self.late -= 1
+        ended = self.ended
+
+        class Late(Fence):
+            def done(self):
+                return ended.is_set()
+
+            def wait(self, timeout_s=None):
+                return False
+
+            def make_stream_wait(self, stream):
+                return None
+
+        return Late()
+
+
+@pytest.mark.parametrize("kind", ["store", "retrieve"])
+def test_slots_of_a_copy_that_a_device_does_not_end_are_nobodys_until_it_does(opening, kind):
+    device = Sluggish()
+    with opening(chunks=4) as cache:
+        if kind == "retrieve":
+            store(cache, chain(3))
+        real, cache._device = cache._device, device
+        engine = Engine()
+        shard = chain(3).model.shards[0]
+        ids = engine.compute(chain(3), shard, range(3))
+        if kind == "store":
+            result = cache.store(chain(3), shard, range(3), engine.pages, ids).wait(5)
+        else:
+            hit = cache.lookup(chain(3), "r")
+            result = cache.retrieve(hit, shard, range(3), engine.pages, ids).wait(5)
+            cache.release("r")
+        assert result.ok_chunks == 0
+        assert "not done in" in result.failed[0][2]
+        assert store(cache, chain(4, seed=1)).ok_chunks == 1, "three are not for others"
+        device.ended.set()
+        store(cache, chain(1, seed=2))
+        assert held(cache) == 0
+        assert store(cache, chain(4, seed=3)).ok_chunks == 4
+        cache._device = real

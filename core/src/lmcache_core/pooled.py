@@ -129,6 +129,8 @@ class PooledCache(Cache):
         self._registered: set[Mapped] = set()
         self._ready: queue.SimpleQueue[_Ready | Callable[[], None] | None] = queue.SimpleQueue()
         self._stores: deque[_Transfer] = deque()
+        self._late: list[tuple[Fence, Callable[[], None]]] = []
+        """Copies that a device did not end in time: their slots are not for anybody else yet."""
         self._mover = threading.Thread(target=self._move, name="lmcache-mover", daemon=True)
         self._mover.start()
         tell_of_forks(self)
@@ -388,6 +390,8 @@ class PooledCache(Cache):
                     item = self._ready.get_nowait()
                 except queue.Empty:
                     break
+            if self._late:
+                self._end_late()
             for transfer, ready in arrived.items():
                 self._arrived(transfer, ready)
             if self._stores and not stopping:
@@ -407,27 +411,28 @@ class PooledCache(Cache):
             else:
                 good.append((position, entry))
         good.sort(key=lambda found: found[0])
+        done = [entry for _, entry in good]
         if transfer.kind == "retrieve":
-            for part in _parts(good):
-                self._scatter(transfer, part)
-        self._pool.unhold([entry for _, entry in good])
+            done = [entry for part in _parts(good) for entry in self._scatter(transfer, part)]
+        self._pool.unhold(done)
         with self._lock:
             transfer.outstanding -= len(ready)
         if not transfer.outstanding:
             self._end(transfer)
 
-    def _scatter(self, transfer: _Transfer, part: list[tuple[int, Entry]]) -> None:
+    def _scatter(self, transfer: _Transfer, part: list[tuple[int, Entry]]) -> list[Entry]:
+        """Copy a part into the engine's blocks; return the entries of it that the device reads no more."""
         shard = transfer.shard
         assert shard is not None
         intact = [(position, entry) for position, entry in part if self._pool.intact(entry)]
         for position, _ in [found for found in part if found not in intact]:
             transfer.failed[position] = "overwritten"
         if not intact:
-            return
+            return [entry for _, entry in part]
         skip = transfer.skip_blocks if intact[0][0] == 0 else 0
         ids = [block for position, _ in intact for block in transfer.blocks(position)]
         records = [self._pool.payload(entry) for _, entry in intact]
-        problem = self._copy(
+        problem, late = self._copy(
             lambda: self._device.scatter(records, shard.layout, transfer.pages, ids, skip_blocks=skip), intact
         )
         for position, entry in intact:
@@ -437,6 +442,11 @@ class PooledCache(Cache):
                 transfer.failed[position] = "overwritten"
             else:
                 transfer.nbytes += shard.layout.nbytes
+        if late is None:
+            return [entry for _, entry in part]
+        reading = [entry for _, entry in intact]
+        self._late.append((late, partial(self._pool.unhold, reading)))
+        return [entry for _, entry in part if entry not in reading]
 
     def _gather_some(self, transfer: _Transfer) -> None:
         """Copy the next part of a store out of the engine; loads that came meanwhile go before the part after it."""
@@ -453,14 +463,17 @@ class PooledCache(Cache):
         ids = [block for position, _ in part for block in transfer.blocks(position)]
         entries = [entry for _, entry in part]
         records = [self._pool.payload(entry) for entry in entries]
-        problem = ""
+        problem, late = "", None
         if part:
-            problem = self._copy(
+            problem, late = self._copy(
                 lambda: self._device.gather(transfer.pages, ids, layout, records, after=transfer.after), part
             )
         if problem:
             transfer.failed |= dict.fromkeys((position for position, _ in part), problem)
-            self._pool.abort(entries, problem)
+            if late is None:
+                self._pool.abort(entries, problem)
+            else:
+                self._late.append((late, partial(self._pool.abort, entries, problem)))
         else:
             if not transfer.reservation.new:
                 transfer.job._set_gathered()
@@ -477,17 +490,31 @@ class PooledCache(Cache):
             if self._stores:
                 self._ready.put((self._stores[0], -1, None, ""))
 
-    def _copy(self, copy: Callable[[], Fence], part: Iterable[tuple[int, Entry]]) -> str:
-        """Run a device's copy to its end; "" or what went wrong.  A device plugin may raise anything."""
+    def _copy(self, copy: Callable[[], Fence], part: Iterable[tuple[int, Entry]]) -> tuple[str, Fence | None]:
+        """Run a device's copy to its end; "" or what went wrong, and the fence of a copy that may still be running.
+
+        A device plugin may raise anything.
+        """
         self._register(part)
         try:
             fence = copy()
-            return "" if fence.wait(_FENCE_TIMEOUT_S) else f"device: not done in {_FENCE_TIMEOUT_S} s"
+            if fence.wait(_FENCE_TIMEOUT_S):
+                return "", None
+            return f"device: not done in {_FENCE_TIMEOUT_S} s", fence
         except CacheError as error:
-            return f"device: {error}"
+            return f"device: {error}", None
         except Exception as error:
             log.exception("device %s raised; this is its bug", self._device_name)
-            return f"device: {error!r}"
+            return f"device: {error!r}", None
+
+    def _end_late(self) -> None:
+        """Give back the slots of copies that were given up and have ended now."""
+        self._late, late = [], self._late
+        for fence, then in late:
+            if fence.done():
+                then()
+            else:
+                self._late.append((fence, then))
 
     def _register(self, part: Iterable[tuple[int, Entry]]) -> None:
         """Pin each extent with the device before its first copy."""
@@ -512,10 +539,6 @@ class PooledCache(Cache):
     def _unregister_later(self, extent: Mapped) -> None:
         """Unpin after the copies that the mover has begun."""
         self._ready.put(partial(self._unregister, extent))
-
-    def _is_quiet(self) -> bool:
-        """Whether no copy is running or waiting."""
-        return not self._running
 
 
 def _no_hit(chain: Chain, request: str) -> Hit:

@@ -51,6 +51,10 @@ class Hello(_Message, frozen=True):
     token: str = ""
 
 
+class Quiet(_Message, frozen=True):
+    """What `Hello.quiet` did not say yet."""
+
+
 class Define(_Message, frozen=True):
     """What later messages call `model`."""
 
@@ -238,6 +242,7 @@ class Failed(_Message, frozen=True):
 
 ToDaemon = (
     Hello
+    | Quiet
     | Define
     | Lookup
     | Hold

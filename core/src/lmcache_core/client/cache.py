@@ -25,7 +25,6 @@ class RemoteCache(PooledCache):
     ) -> None:
         super().__init__(pool, device, metrics=metrics, events=events, device_name=device_name)
         pool.on_drop = self._unregister_later
-        pool.is_quiet = self._is_quiet
 
     @property
     def connected(self) -> bool:

@@ -49,6 +49,8 @@ class Link:
     ) -> None:
         self.extents: dict[int, MappedExtent] = {}
         self.broken = ""
+        self.writing = 0
+        """Reserved slots that copies of ours may be writing; its pool counts them."""
         self._send_lock = threading.RLock()
         self._answers: dict[int, _Answer] = {}
         self._answers_lock = threading.Lock()

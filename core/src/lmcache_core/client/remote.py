@@ -75,8 +75,8 @@ class RemotePool:
         self.path = path
         self.on_drop: Callable[[MappedExtent], None] = lambda extent: None
         """Told of an extent that no later copy will use."""
-        self.is_quiet: Callable[[], bool] = lambda: True
-        """Whether no copy of ours is running."""
+        self._unended: set[Link] = set()
+        """Lost links into whose slots a copy may still be writing."""
         self._client = uuid.uuid4().hex
         self._call_timeout_s = call_timeout_s
         self._connect_timeout_s = connect_timeout_s
@@ -179,22 +179,39 @@ class RemotePool:
                 asked[0].abandon("the daemon reserved what was not asked for")
                 return Reservation([], 0, list(range(len(span))))
             new.append((position, entry))
+        with self._lock:
+            if asked[0] is not self._link:  # lost already, and nothing of it must be written any more
+                return Reservation([], 0, list(range(len(span))))
+            asked[0].writing += len(new)
         return Reservation(new, reply.skipped, list(reply.refused))
 
     def commit(self, entries: Sequence[Entry]) -> str:
         """Publish what was copied in; "" or why that was not confirmed."""
-        by_link = _by_link(entries)
-        for link, generations in by_link.items():
+        problem = ""
+        for link, generations in _by_link(entries).items():
             try:
                 call = link.next_call()
                 link.ask(call, wire.Commit(call, generations), 4 * self._call_timeout_s)
             except BackendUnavailable as error:
-                return f"the daemon did not confirm: {error}"
-        return ""
+                problem = f"the daemon did not confirm: {error}"
+            self._wrote(link, len(generations))
+        return problem
 
     def abort(self, entries: Sequence[Entry], reason: str) -> None:
         for link, generations in _by_link(entries).items():
             self._tell_on(link, wire.Abort(generations, reason))
+            self._wrote(link, len(generations))
+
+    def _wrote(self, link: Link, count: int) -> None:
+        """So many copies into slots of `link` have ended; the daemon keeps those of a lost one aside until then."""
+        with self._lock:
+            link.writing -= count
+            if link.writing or link not in self._unended:
+                return
+            self._unended.discard(link)
+            now = None if self._unended else self._link
+        if now is not None:
+            self._tell_on(now, wire.Quiet())
 
     def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink) -> None:
         keys = dict(enumerate(chain.keys(shard, span)))
@@ -343,7 +360,7 @@ class RemotePool:
                     self._client,
                     connect_timeout_s=self._connect_timeout_s,
                     send_timeout_s=self._call_timeout_s,
-                    quiet=self.is_quiet(),
+                    quiet=(quiet := not self._unended),
                 )
             except (OSError, CacheError) as error:
                 self._say_down(f"cannot reach it: {error}")
@@ -351,7 +368,7 @@ class RemotePool:
                 attempt += 1
                 continue
             began = time.monotonic()
-            self._use(link)
+            self._use(link, quiet)
             if self._said_down or self._said_silent:
                 log.info("daemon at %s: connected again", self.path)
                 self._said_down = self._said_silent = False
@@ -372,17 +389,22 @@ class RemotePool:
         with self._lock:
             self._changed.wait_for(lambda: self._closing, _RETRY_S[min(attempt, len(_RETRY_S) - 1)])
 
-    def _use(self, link: Link) -> None:
+    def _use(self, link: Link, quiet: bool) -> None:
         with self._lock:
             self._link = link
+            late = not quiet and not self._unended
             if self._closing:
                 link.abandon("closed")
             self._changed.notify_all()
+        if late:
+            self._tell_on(link, wire.Quiet())
 
     def _lost(self, link: Link, reason: str) -> None:
         link.close(reason)  # first: what is wanted from now on is refused, what was is collected here
         with self._lock:
             self._link = None
+            if link.writing:
+                self._unended.add(link)
             jobs = [job for job, wanted in self._wanted.items() if wanted.link is link]
             callbacks = list(self._on_answered.values())
             self._on_answered.clear()

@@ -270,6 +270,8 @@ class Daemon:
             task = self._loop.create_task(self._command(session, message))
             self._drains.add(task)
             task.add_done_callback(self._drains.discard)
+        elif isinstance(message, wire.Quiet):
+            self._quarantine.released_by(session.client)
         elif isinstance(message, Command):
             session.only_commands = not session.is_engine
             await self._command(session, message)
