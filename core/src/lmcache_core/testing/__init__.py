@@ -3,11 +3,13 @@
 Backends: inherit `BackendLaws` in a test class, or call `run_backend_laws(open_backend) -> list[LawResult]`, where
 `open_backend(context: Context) -> Backend` opens a handle on the store.  Only the former needs pytest.
 Eviction policies: likewise `PolicyLaws` and `run_policy_laws(new_policy)`.
+Devices: `DeviceLaws` and `run_device_laws(device_class)`.
 """
 
 from __future__ import annotations
 
 from .backend_laws import BackendLaws, run_backend_laws
+from .device_laws import DeviceLaws, run_device_laws
 from .dict_backend import DictBackend, DictStore
 from .faults import Fault, FaultBackend
 from .laws import Law, LawBroken, LawResult, Laws, LawSkipped, expect, in_threads, law, skip
@@ -15,6 +17,7 @@ from .policy_laws import PolicyLaws, run_policy_laws
 
 __all__ = [
     "BackendLaws",
+    "DeviceLaws",
     "DictBackend",
     "DictStore",
     "Fault",
@@ -29,6 +32,7 @@ __all__ = [
     "in_threads",
     "law",
     "run_backend_laws",
+    "run_device_laws",
     "run_policy_laws",
     "skip",
 ]

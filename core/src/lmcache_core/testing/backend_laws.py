@@ -40,9 +40,4 @@ def run_backend_laws(
         "known_failures": dict(known_failures or {}),
     }
     laws: BackendLaws = type("LawsOfOneBackend", (BackendLaws,), members)()
-    results: list[LawResult] = []
-    for result in laws.check(only):
-        results.append(result)
-        if on_result is not None:
-            on_result(result)
-    return results
+    return laws.results(only, on_result)
