@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..backend import Backend, Context
+from .history_laws import HistoryLaws
 from .laws import LawResult
 from .record_laws import RecordLaws
 from .store_laws import StoreLaws
 
 
-class BackendLaws(RecordLaws, StoreLaws):
+class BackendLaws(RecordLaws, StoreLaws, HistoryLaws):
     """What the contract in `lmcache_core.backend` promises.  A subclass supplies `open_backend`."""
 
 
