@@ -27,20 +27,20 @@ LABELS = {"passed": "ok", "failed": "FAIL", "skipped": "skip", "known": "known"}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of plugin, its laws, and what checks them."""
+    """One kind of plugin: its group, its laws, and the member of them that is the plugin or makes one."""
 
     group: str
     laws: type[Laws]
-    run: Callable[..., list[LawResult]]
+    member: str
 
 
 KINDS: Final = {
-    "backend": Kind(plugins.BACKENDS, testing.BackendLaws, testing.run_backend_laws),
-    "device": Kind(plugins.DEVICES, testing.DeviceLaws, testing.run_device_laws),
-    "policy": Kind(plugins.POLICIES, testing.PolicyLaws, testing.run_policy_laws),
+    "backend": Kind(plugins.BACKENDS, testing.BackendLaws, "open_backend"),
+    "device": Kind(plugins.DEVICES, testing.DeviceLaws, "device_class"),
+    "policy": Kind(plugins.POLICIES, testing.PolicyLaws, "new_policy"),
 }
 if hasattr(testing, "CodecLaws"):
-    KINDS["codec"] = Kind(plugins.CODECS, testing.CodecLaws, testing.run_codec_laws)
+    KINDS["codec"] = Kind(plugins.CODECS, testing.CodecLaws, "open_codec")
 
 
 @click.command("conform", help="Run the conformance laws on a plugin.")
@@ -63,7 +63,7 @@ def command(plugin: str, pairs: tuple[str, ...], only: tuple[str, ...], as_json:
     if kind == "backend":
         subject = _opener(name, subject, options)
     started = time.monotonic()
-    results = KINDS[kind].run(subject, only=laws, on_result=None if as_json else _print)
+    results = _laws_of(KINDS[kind], subject).results(laws, None if as_json else _print)
     _summarise(kind, name, results, time.monotonic() - started, as_json)
     if not all(result.ok for result in results):
         sys.exit(1)
@@ -114,6 +114,12 @@ def _laws_named(laws: type[Laws], only: Sequence[str]) -> list[str]:
         if name not in names:
             raise ConfigError(f"--only: no law is called {name!r}{did_you_mean(name, names)}")
     return [f"test_{name}" for name in wanted]
+
+
+def _laws_of(kind: Kind, subject: Any) -> Laws:
+    members = {kind.member: subject if kind.member == "device_class" else staticmethod(subject)}
+    laws: Laws = type("LawsOfOnePlugin", (kind.laws,), members)()
+    return laws
 
 
 def _opener(name: str, backend: Any, raw: RawOptions) -> Callable[[Context], Backend[Any]]:
