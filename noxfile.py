@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -107,6 +108,32 @@ def soak(session: nox.Session) -> None:
     session.run(
         "pytest", "-s", "-o", "faulthandler_timeout=1800", *session.posargs, *campaigns, env={"LMCACHE_SOAK": "1"}
     )
+
+
+@nox.session
+def scaffold(session: nox.Session) -> None:
+    """`lmc new` from an empty folder: what it writes installs, is listed, conforms, and passes its tests and checks."""
+    settings = nox.project.load_toml(ROOT / "pyproject.toml")
+    install(session, [], nox.project.dependency_groups(settings, "lint", "types"))
+    folder = Path(session.create_tmp()) / "scaffold"
+    shutil.rmtree(folder, ignore_errors=True)
+    kinds = {"backend": ("-o", f"path={folder}/records"), "device": (), "codec": (), "policy": ()}
+    for kind in kinds:
+        session.run("lmc", "new", kind, "acme", "--dir", str(folder))
+    packages = sorted(folder.iterdir())
+    session.install(*map(str, packages))
+    listed = json.loads(str(session.run("lmc", "plugins", "--load", "--json", silent=True)))
+    states = {row["group"]: row["state"] for row in listed if row["name"] == "acme"}
+    if states != dict.fromkeys(("backends", "codecs", "devices", "policies"), "loaded"):
+        session.error(f"lmc plugins shows {states}")
+    for kind, options in kinds.items():
+        session.run("lmc", "conform", f"{kind}:acme", *options)
+    for package in packages:
+        session.chdir(package)
+        session.run("pytest", "-q")
+        session.run("ruff", "check")
+        session.run("ruff", "format", "--check")
+        session.run("mypy", "src", "tests")
 
 
 @nox.session(reuse_venv=True)

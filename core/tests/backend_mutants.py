@@ -491,6 +491,40 @@ class OneScratchBuffer(Model):
         return nbytes
 
 
+@breaks("any_history_may_forget_but_never_lies")
+class BringsTheRemovedBack(Model):
+    """Compacts itself at every third put, from a log in which removals are not written down."""
+
+    puts = 0
+    log: dict[ChunkKey, bytes]
+
+    def put(self, key: ChunkKey, data: memoryview) -> None:
+        super().put(key, data)
+        self.puts += 1
+        self.log = {**getattr(self, "log", {}), key: bytes(data)}
+        if self.puts % 3 == 0:
+            for logged, content in self.log.items():
+                super().put(logged, memoryview(content))
+
+
+@breaks("any_history_may_forget_but_never_lies")
+class GivesOutAnOldPlace(Model):
+    """Reads what lies in the place of a removed record, which another record has taken."""
+
+    free: ChunkKey | None = None
+
+    def remove(self, key: ChunkKey) -> bool:
+        self.free = key
+        return super().remove(key)
+
+    def put(self, key: ChunkKey, data: memoryview) -> None:
+        free = self.free
+        if free is not None and free != key:
+            self.store.records[free] = (bytes(data), 0.0)
+            self.free = None
+        super().put(key, data)
+
+
 @breaks("a_broken_store_is_a_backend_error")
 class LetsOSErrorOut(Model):
     def get(self, key: ChunkKey, into: memoryview) -> int | None:

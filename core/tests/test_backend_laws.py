@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,7 +49,10 @@ def test_every_law_has_a_mutant() -> None:
 
 
 @pytest.mark.parametrize(("name", "mutant"), MUTANTS, ids=[mutant.__name__ for _, mutant in MUTANTS])
-def test_the_law_catches_its_mutant(name: str, mutant: type[Model]) -> None:
+def test_the_law_catches_its_mutant(
+    name: str, mutant: type[Model], record_property: Callable[[str, object], None]
+) -> None:
+    record_property("mutant", f"backend {name}")
     (result,) = laws_of(mutant).check([name])
     assert result.outcome == "failed", result
     assert result.detail

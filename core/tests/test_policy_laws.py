@@ -156,7 +156,8 @@ def test_every_law_has_a_mutant() -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_caught_by_its_law(name: str) -> None:
+def test_a_mutant_is_caught_by_its_law(name: str, record_property: Callable[[str, object], None]) -> None:
+    record_property("mutant", f"policy {name}")
     (result,) = run_policy_laws(MUTANTS[name], only=[name])
     assert result.outcome == "failed"
     assert result.detail

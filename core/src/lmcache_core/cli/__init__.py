@@ -13,9 +13,10 @@ from lmcache_core.spelling import did_you_mean
 COMMANDS: Final = {
     "clear": (".control:clear", "Remove one namespace, or everything, from a daemon."),
     "config": (".config", "Check, show or begin a configuration file."),
-    "conform": (".conform", "Run the conformance laws on a backend."),
+    "conform": (".conform", "Run the conformance laws on a plugin."),
     "drain": (".control:drain", "Have a daemon write what is not written, and take no new stores."),
     "key": (".key", "Print the keys of a prompt's chunks."),
+    "new": (".new", "Begin a plugin of your own: a complete package whose tests pass."),
     "pin": (".prompts:pin", "Keep a prompt's chunks in a daemon's memory."),
     "ping": (".control:ping", "Ask whether a daemon answers."),
     "plugins": (".plugins", "List the installed plugins without importing them."),

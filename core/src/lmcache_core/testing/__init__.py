@@ -2,22 +2,27 @@
 
 Backends: inherit `BackendLaws` in a test class, or call `run_backend_laws(open_backend) -> list[LawResult]`, where
 `open_backend(context: Context) -> Backend` opens a handle on the store.  Only the former needs pytest.
+`backend_machine(open_backend)` is the state machine behind the law over histories, for those who want longer ones.
 Eviction policies: likewise `PolicyLaws` and `run_policy_laws(new_policy)`.
 Codecs: likewise `CodecLaws` and `run_codec_laws(open_codec)`.
+Devices: `DeviceLaws` and `run_device_laws(device_class)`.
 """
 
 from __future__ import annotations
 
 from .backend_laws import BackendLaws, run_backend_laws
 from .codec_laws import CodecLaws, run_codec_laws
+from .device_laws import DeviceLaws, run_device_laws
 from .dict_backend import DictBackend, DictStore
 from .faults import Fault, FaultBackend
+from .history_laws import backend_machine
 from .laws import Law, LawBroken, LawResult, Laws, LawSkipped, expect, in_threads, law, skip
 from .policy_laws import PolicyLaws, run_policy_laws
 
 __all__ = [
     "BackendLaws",
     "CodecLaws",
+    "DeviceLaws",
     "DictBackend",
     "DictStore",
     "Fault",
@@ -28,11 +33,13 @@ __all__ = [
     "LawSkipped",
     "Laws",
     "PolicyLaws",
+    "backend_machine",
     "expect",
     "in_threads",
     "law",
     "run_backend_laws",
     "run_codec_laws",
+    "run_device_laws",
     "run_policy_laws",
     "skip",
 ]

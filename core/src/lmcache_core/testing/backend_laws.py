@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..backend import Backend, Context
+from .history_laws import HistoryLaws
 from .laws import LawResult
 from .record_laws import RecordLaws
 from .store_laws import StoreLaws
 
 
-class BackendLaws(RecordLaws, StoreLaws):
+class BackendLaws(RecordLaws, StoreLaws, HistoryLaws):
     """What the contract in `lmcache_core.backend` promises.  A subclass supplies `open_backend`."""
 
 
@@ -40,9 +41,4 @@ def run_backend_laws(
         "known_failures": dict(known_failures or {}),
     }
     laws: BackendLaws = type("LawsOfOneBackend", (BackendLaws,), members)()
-    results: list[LawResult] = []
-    for result in laws.check(only):
-        results.append(result)
-        if on_result is not None:
-            on_result(result)
-    return results
+    return laws.results(only, on_result)

@@ -164,6 +164,17 @@ class Laws:
             if not only or each.name in only:
                 yield self.run_law(each)
 
+    def results(
+        self, only: Sequence[str] = (), on_result: Callable[[LawResult], None] | None = None
+    ) -> list[LawResult]:
+        """All of `check`; `on_result` hears of each law as it has been checked."""
+        found: list[LawResult] = []
+        for result in self.check(only):
+            found.append(result)
+            if on_result is not None:
+                on_result(result)
+        return found
+
 
 def in_threads(*functions: Callable[[], None], timeout_s: float = 60.0) -> None:
     """Run the functions at the same time; raises what the first of them raised."""

@@ -266,8 +266,12 @@ def run_policy_laws(
     *,
     known_failures: Mapping[str, str] | None = None,
     only: Sequence[str] = (),
+    on_result: Callable[[LawResult], None] | None = None,
 ) -> list[LawResult]:
-    """Check every law (or those named in `only`) on the policies that `new_policy` makes."""
+    """Check every law (or those named in `only`) on the policies that `new_policy` makes.
+
+    `on_result` hears of each law as it has been checked.
+    """
     members = {"new_policy": lambda self: new_policy(), "known_failures": dict(known_failures or {})}
     laws: PolicyLaws = type("LawsOfOnePolicy", (PolicyLaws,), members)()
-    return list(laws.check(only))
+    return laws.results(only, on_result)
