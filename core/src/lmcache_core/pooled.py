@@ -424,9 +424,12 @@ class PooledCache(Cache):
         """Copy a part into the engine's blocks; return the entries of it that the device reads no more."""
         shard = transfer.shard
         assert shard is not None
-        intact = [(position, entry) for position, entry in part if self._pool.intact(entry)]
-        for position, _ in [found for found in part if found not in intact]:
-            transfer.failed[position] = "overwritten"
+        intact: list[tuple[int, Entry]] = []
+        for position, entry in part:
+            if self._pool.intact(entry):
+                intact.append((position, entry))
+            else:
+                transfer.failed[position] = "overwritten"
         if not intact:
             return [entry for _, entry in part]
         skip = transfer.skip_blocks if intact[0][0] == 0 else 0
