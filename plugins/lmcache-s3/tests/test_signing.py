@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import Any
 from unittest import mock
+from urllib.parse import parse_qsl
 
 import botocore.auth
 import pytest
@@ -50,7 +51,9 @@ def test_signatures_agree_with_botocore(
     sent = dict(line.split(": ", 1) for line in lines)
     ours = sent.pop("authorization")
     signed = ours.partition("SignedHeaders=")[2].partition(",")[0].split(";")
-    request = AWSRequest(method, target.url + first.split()[1], {name: sent[name] for name in signed})
+    path, _, asked = first.split()[1].partition("?")
+    assert dict(parse_qsl(asked, keep_blank_values=True)) == query
+    request = AWSRequest(method, target.url + path, {name: sent[name] for name in signed}, params=query)
     with mock.patch.object(botocore.auth, "get_current_datetime") as clock:
         clock.return_value = datetime.datetime.fromtimestamp(NOW, datetime.UTC)
         auth = botocore.auth.S3SigV4Auth(credentials, "s3", "eu-west-1")
