@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,30 @@ def write_config(folder: Path, *, disk: bool = True, host_nbytes: int = 64 * tin
 class Serve:
     """A daemon of its own; its log lines are collected as they come."""
 
-    def __init__(self, config: Path, *arguments: str, environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        config: Path,
+        *arguments: str,
+        environ: dict[str, str] | None = None,
+        wrapper: Sequence[str] = (),
+        seen_as: Path | None = None,
+    ) -> None:
+        """With a `wrapper`, a command that runs what follows it as its child, for which the file is `seen_as`."""
         self.config = config
         self.socket = config.parent / "s"
         self.lines: list[str] = []
         self._come = threading.Condition()
-        command = [sys.executable, "-m", "lmcache_core.cli", "serve", "--config", str(config), *arguments]
+        self._wrapped = bool(wrapper)
+        command = [
+            *wrapper,
+            sys.executable,
+            "-m",
+            "lmcache_core.cli",
+            "serve",
+            "--config",
+            str(seen_as or config),
+            *arguments,
+        ]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE", "NOTIFY_"))}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=kept | (environ or {}))
         self._reader = threading.Thread(target=self._read)
@@ -71,15 +91,22 @@ class Serve:
 
     def stop(self, timeout_s: float = 30.0) -> int:
         """SIGTERM, and the exit status."""
-        self.process.terminate()
+        os.kill(self.pid, signal.SIGTERM)
         return self.process.wait(timeout_s)
+
+    @property
+    def pid(self) -> int:
+        """The daemon's, as we see it."""
+        if not self._wrapped:
+            return self.process.pid
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text())
 
     def __enter__(self) -> Serve:
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self.process.poll() is None:
-            self.process.kill()
+            os.kill(self.pid, signal.SIGKILL)
             self.process.wait()
         self._reader.join()
         assert self.process.stderr is not None
