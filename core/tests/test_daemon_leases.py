@@ -191,17 +191,22 @@ def test_a_writer_that_was_idle_when_it_lost_its_connection_says_so_at_once(tmp_
 def test_slots_that_were_reserved_on_a_lost_connection_are_not_written(tmp_path):
     with serving(tmp_path / "s", chunks=4), connect(tmp_path / "s", call_timeout_s=5.0) as cache:
         of = chain(3)
-        real = cache._pool._ask
+        real, calls = cache._pool._entry, []
 
-        def lost_meanwhile(*args, **settings):
-            reply = real(*args, **settings)
-            link = cache._pool._link
-            link.abandon("cut")
-            assert until(lambda: cache._pool._link is not link)
-            return reply
+        def lost_meanwhile(*args):
+            entry = real(*args)
+            calls.append(entry)
+            if len(calls) == 3:
+                link = cache._pool._link
+                link.abandon("cut")
+                assert until(lambda: cache._pool._link is not link)
+            return entry
 
-        cache._pool._ask = lost_meanwhile
+        cache._pool._entry = lost_meanwhile
         reservation = cache._pool.reserve(of, of.model.shards[0], range(3))
+        cache._pool._entry = real
+        assert None not in calls
+        calls.clear()
         assert (reservation.new, reservation.refused) == ([], [0, 1, 2])
 
 
