@@ -123,6 +123,17 @@ def test_a_bad_trial_waits_a_whole_interval_more_and_is_no_change(
     assert len(changes) == 1
 
 
+def test_a_bad_trial_after_a_fatal_fault_opens_it_again(breaker: Breaker, clock: Clock) -> None:
+    breaker.failed("a bug", fatal=True)
+    clock.now += 10
+    assert breaker.allow()
+    clock.now += 3
+    breaker.failed("still broken")
+    assert (breaker.state, breaker.reason) == (BreakerState.OPEN, "still broken")
+    clock.now += 9.999
+    assert not breaker.allow()
+
+
 def test_a_trial_that_nobody_reports_on_does_not_keep_it_shut(breaker: Breaker, clock: Clock) -> None:
     fail(breaker)
     clock.now += 10

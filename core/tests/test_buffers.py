@@ -302,6 +302,16 @@ def test_an_empty_extent_changes_class_instead_of_a_new_one() -> None:
     slab.close()
 
 
+def test_what_an_extent_has_beyond_its_last_whole_slot_is_not_given_out() -> None:
+    slab = Slab(8 * PAGE, extent_nbytes=8 * PAGE)
+    small = slab.take(PAGE)
+    assert small is not None
+    slab.give(small)
+    slots = [slab.take(3 * PAGE) for _ in range(3)]
+    assert [slot is not None for slot in slots] == [True, True, False]
+    slab.close()
+
+
 def test_an_extent_too_small_for_a_larger_class_is_dropped_to_make_room() -> None:
     slab = Slab(16 * PAGE, extent_nbytes=4 * PAGE)
     dropped: list[int] = []

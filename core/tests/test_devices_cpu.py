@@ -341,7 +341,12 @@ def test_copies_wait_for_the_compute_that_they_follow() -> None:
     engine, out = Engine.of(ONE), buffers(ONE, 1)
     DEVICE.gather(engine.pages, [0, 1], ONE, out, after=WatchedFence(lambda: engine.fill(8)))
     assert bytes(out[0]) == engine.chunk([0, 1])
-    DEVICE.scatter(out, ONE, engine.pages, [2, 3], after=WatchedFence(lambda: engine.fill(9)))
+    before = engine.everything()
+    seen: list[bool] = []
+    DEVICE.scatter(
+        out, ONE, engine.pages, [2, 3], after=WatchedFence(lambda: seen.append(engine.everything() == before))
+    )
+    assert seen == [True]
     assert engine.chunk([2, 3]) == bytes(out[0])
 
 

@@ -89,6 +89,8 @@ def test_close_delivers_what_is_queued_and_ends_the_thread() -> None:
     assert not event_threads()
     bus.close()
     bus.emit("hook", number=11)
+    assert not bus.wanted
+    assert bus._queue.empty()
     assert len(hook.heard) == 10
 
 

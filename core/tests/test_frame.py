@@ -191,6 +191,13 @@ def test_an_unknown_version_is_named(version: int) -> None:
         parse(resummed(page))
 
 
+def test_another_magic_is_no_record_of_ours_whatever_its_checksum_says() -> None:
+    page = packed(GOLDEN)
+    page[7] = ord("2")
+    with pytest.raises(ChunkCorrupt, match="wrong magic"):
+        parse(resummed(page))
+
+
 @pytest.mark.parametrize("kind", [2, 3, 255])
 def test_an_unknown_checksum_kind_is_named(kind: int) -> None:
     page = packed(GOLDEN)

@@ -79,6 +79,7 @@ def test_siblings_are_the_keys_of_one_digest() -> None:
             siblings.add(key(shard, digest))
             siblings.add(key(shard, digest))
     assert siblings.expand([key(2, 7), key(1, 7)]) == [key(1, 7), key(2, 7), key(3, 7)]
+    assert [len(keys) for keys in siblings._keys.values()] == [3, 3]
     siblings.remove(key(1, 7))
     siblings.remove(key(1, 7))
     assert siblings.expand([key(2, 7), key(3, 8)]) == [

@@ -74,6 +74,13 @@ def test_a_pinned_record_keeps_its_place_among_the_others() -> None:
     assert order(policy, 4) == [a, b, c, d]
 
 
+def test_a_record_let_go_waits_behind_all_that_are_older() -> None:
+    policy = LRU()
+    keys = put(policy, *"abcdef")
+    assert order(policy, 5, [keys[4]]) == [key for key in keys if key != keys[4]]
+    assert order(policy, 6) == keys
+
+
 def test_records_let_go_are_named_before_younger_ones_once_a_few_were_taken() -> None:
     policy = LRU()
     records = Records(policy)
@@ -158,6 +165,20 @@ def test_s3fifo_lets_even_the_most_used_records_go_when_nothing_else_is_left() -
     assert set(order(policy, 10)) == set(keys)
 
 
+def test_s3fifo_asks_no_more_for_records_that_were_used_a_thousand_times() -> None:
+    policy = S3FIFO()
+    records = Records(policy)
+    for _ in range(2):  # the second time they are remembered and go to the main queue
+        keys = [records.put(number) for number in range(10)]
+        if not policy._main:
+            for key in keys:
+                records.remove(key)
+    for _ in range(1000):
+        records.use(keys)
+    records.victims(10_000)
+    assert records.asked <= 5 * 10
+
+
 # Both, against a model.
 
 
@@ -214,6 +235,9 @@ class PolicyMachine(RuleBasedStateMachine):
         if not hasattr(self, "records"):
             return
         records = self.records
+        policy = records.policy
+        for line in (policy._line,) if isinstance(policy, LRU) else (policy._small, policy._main):  # type: ignore[attr-defined]
+            assert line.nbytes == sum(node.nbytes for node in (*line._waiting.values(), *line._aside.values()))
         free = [key for key in self.recency if key not in records.pinned]
         nbytes = sum(records.nbytes[key] for key in free)
         named = records.victims(nbytes)
