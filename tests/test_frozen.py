@@ -1,4 +1,4 @@
-"""Plugins written for plugin API 1.0 load, keep the laws of their time and serve a cache, in every core that speaks 1.x."""
+"""Plugins written for API 1.0 load, keep the laws of their time and serve a cache, in every core that speaks 1.x."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lmcache_core.testing import BackendLaws, CodecLaws, DeviceLaws, PolicyLaws
 
 FROZEN = Path(__file__).parent / "frozen"
 NAME = "frozen-1-0"
-DIGESTS = {"lmcache-frozen-1-0": "@@"}
+DIGESTS = {"lmcache-frozen-1-0": "6959e8ff5d57453efd2aaced99cb779a77faa2ba0d41d7cde733d923bc3fe15e"}
 """Of each package in `frozen/`; a change of one is a change of what was promised to others."""
 
 
