@@ -22,11 +22,16 @@ from tiny import (
 
 from lmcache_core import Codec, Traits
 from lmcache_core.backends.disk import DiskBackend
+from lmcache_core.codec import Identity
 from lmcache_core.errors import ChunkCorrupt
+from lmcache_core.events import Events
 from lmcache_core.layout import PAGE_NBYTES
+from lmcache_core.metrics import Metrics
 from lmcache_core.policies.lru import LRU
+from lmcache_core.sealing import Sealer
 from lmcache_core.testing.dict_backend import DictBackend, DictStore
 from lmcache_core.testing.faults import Fault, FaultBackend
+from lmcache_core.tier import Tier
 
 
 def filled(chunks: int = 8) -> DictStore:
@@ -372,3 +377,32 @@ def test_a_slot_that_was_reused_under_a_reader_is_a_failed_load_not_wrong_bytes(
         assert result.ok_chunks == 1
         assert result.failed == ((1, 2, "overwritten"),)
         assert engine.poisoned(BLOCKS)
+
+
+def test_a_store_that_takes_forever_to_list_keeps_nobody_from_starting():
+    go = threading.Event()
+
+    class Slow(DictBackend):
+        api_version = (1, 0)
+
+        def entries(self, shard_id=None):
+            go.wait()
+            yield from super().entries(shard_id)
+
+    tier = Tier(
+        "slow",
+        Slow(store=filled(3)),
+        backend_name="slow",
+        sealer=Sealer(Identity(), "identity", lambda name: None),
+        new_policy=LRU,
+        capacity_nbytes=2 * RECORD,
+        timeout_s=5.0,
+        max_queued_nbytes=1 << 20,
+        metrics=Metrics(),
+        events=Events(None),
+    )
+    tier.start(wait_s=0.0)
+    assert not tier.known
+    go.set()
+    assert until(lambda: len(tier.known) == 2), "learned later, and trimmed"
+    tier.close()

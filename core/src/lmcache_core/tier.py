@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 _BATCH_NBYTES: Final = 8 << 20
 """Records are grouped into one call of the backend up to this many bytes: less overhead, still parallel."""
 _RELIST_INTERVAL_S: Final = 5.0
+_LIST_WAIT_S: Final = 2.0
 
 ItemT = TypeVar("ItemT", "LoadItem", "StoreItem")
 Loaded = Callable[["LoadItem", Frame | None, str, bool], None]
@@ -115,6 +117,7 @@ class Tier:
         self._events = events
         self._lock = threading.Lock()
         self._closed = False
+        self._lister: threading.Thread | None = None
         self._faulty = False
         self._said_corrupt = float("-inf")
         self._clock = clock
@@ -123,8 +126,19 @@ class Tier:
             name, backend.traits.io_threads, deadline_s=2 * timeout_s, max_store_nbytes=max_queued_nbytes
         )
 
-    def start(self) -> None:
-        """Learn what a listing store has, oldest first, and trim it to the capacity."""
+    def start(self, wait_s: float = _LIST_WAIT_S) -> None:
+        """Learn what a listing store has, oldest first, and trim it to the capacity.
+
+        Beyond `wait_s` that goes on in the background: a bucket of a million objects, or a server that is not there,
+        keeps nobody from starting.  Records that are not learned yet are found by asking, where the store is shared.
+        """
+        self._lister = threading.Thread(target=self._learn_all, name=f"lmcache-{self.name}-list", daemon=True)
+        self._lister.start()
+        self._lister.join(wait_s)
+        if self._lister.is_alive():
+            log.info("tier %s: still listing what is there; in use meanwhile", self.name)
+
+    def _learn_all(self) -> None:
         self._list()
         self._make_room(0)
         if self.known:
@@ -218,19 +232,25 @@ class Tier:
         self._closed = True
         if not self._pool.close(self.timeout_s):
             log.warning("tier %s: a thread is stuck in its backend and was left behind", self.name)
+        if self._lister is not None:
+            self._lister.join(self.timeout_s)
         self.backend.close()
 
     def _list(self) -> None:
         if not isinstance(self.backend, SupportsListing):
             return
         backend = self.backend
-        entries = self._call("entries", lambda: sorted(backend.entries(), key=lambda entry: entry.stored_at))
+        entries = self._call("entries", lambda: self._until_closed(backend.entries()))
         self._count_health("entries", [], [entries])
         if isinstance(entries, list):
+            entries.sort(key=lambda entry: entry.stored_at)
             for entry in entries:
                 if manifest.is_manifest(entry.key):
                     self._read_manifest(entry)
             self.ledger.learn_new((e.key, e.nbytes) for e in entries if not manifest.is_manifest(e.key))
+
+    def _until_closed(self, entries: Iterator[Entry]) -> list[Entry]:
+        return list(itertools.takewhile(lambda entry: not self._closed, entries))
 
     # What follows runs on the pool's threads.
 

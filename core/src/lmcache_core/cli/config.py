@@ -57,9 +57,17 @@ plugins:
   hooks: [log]             # one log line for each request that loads something
 """
 
-_file = click.option(
-    "--config", "path", type=click.Path(path_type=Path), help=f"Default: $LMCACHE_CONFIG, else ./{DEFAULT_FILE}."
+_option = click.option(
+    "--config", "option", type=click.Path(path_type=Path), help=f"Default: $LMCACHE_CONFIG, else ./{DEFAULT_FILE}."
 )
+_argument = click.argument("file", required=False, type=click.Path(path_type=Path))
+
+
+def _one(option: Path | None, file: Path | None) -> Path | None:
+    """The file to read, which may be named with or without `--config`."""
+    if option is not None and file is not None:
+        raise click.UsageError(f"two files are named: {option} and {file}")
+    return option if option is not None else file
 
 
 @click.group("config", help="Check, show or begin a configuration file.")
@@ -68,9 +76,11 @@ def command() -> None:
 
 
 @command.command()
-@_file
-def check(path: Path | None) -> None:
+@_option
+@_argument
+def check(option: Path | None, file: Path | None) -> None:
     """Read the configuration, load each plugin that it names, and check the options against it."""
+    path = _one(option, file)
     config = load_config(path)
     problems = list(_problems(config))
     if problems:
@@ -80,11 +90,12 @@ def check(path: Path | None) -> None:
 
 
 @command.command()
-@_file
+@_option
+@_argument
 @click.option("--json", "as_json", is_flag=True, help="A JSON array of path, value and source.")
-def show(path: Path | None, as_json: bool) -> None:
+def show(option: Path | None, file: Path | None, as_json: bool) -> None:
     """Print each effective value and where it came from; secrets are masked."""
-    config = load_config(path)
+    config = load_config(_one(option, file))
     table = [setting for part in _parts(config) for setting in part]
     if as_json:
         click.echo(json.dumps([asdict(setting) for setting in table], indent=1))
