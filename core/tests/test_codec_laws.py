@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from codec_mutants import MUTANTS, Model, ModelLaws, laws_of
 
@@ -27,7 +29,10 @@ def test_every_law_has_a_mutant() -> None:
 
 
 @pytest.mark.parametrize(("name", "mutant"), MUTANTS, ids=[mutant.__name__ for _, mutant in MUTANTS])
-def test_the_law_catches_its_mutant(name: str, mutant: type[Model]) -> None:
+def test_the_law_catches_its_mutant(
+    name: str, mutant: type[Model], record_property: Callable[[str, object], None]
+) -> None:
+    record_property("mutant", f"codec {name}")
     (result,) = laws_of(mutant).check([name])
     assert result.outcome == "failed", result
     assert result.detail

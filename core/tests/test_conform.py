@@ -48,6 +48,12 @@ def test_a_policy_is_checked_by_its_name_alone_or_with_its_kind(plugin: str) -> 
     assert {law["law"] for law in found["laws"]} == {each.name.removeprefix("test_") for each in PolicyLaws.laws()}
 
 
+def test_a_codec_is_checked() -> None:
+    result = lmc("identity")
+    assert result.exit_code == 0, result.output
+    assert "codec identity: " in result.output
+
+
 def test_a_device_is_checked() -> None:
     result = lmc("cpu", "--only", "nothing_to_copy_is_fine", "--only", "the_torch_type_is_a_word")
     assert result.exit_code == 0, result.output

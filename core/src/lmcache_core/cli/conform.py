@@ -36,11 +36,10 @@ class Kind:
 
 KINDS: Final = {
     "backend": Kind(plugins.BACKENDS, testing.BackendLaws, "open_backend"),
+    "codec": Kind(plugins.CODECS, testing.CodecLaws, "open_codec"),
     "device": Kind(plugins.DEVICES, testing.DeviceLaws, "device_class"),
     "policy": Kind(plugins.POLICIES, testing.PolicyLaws, "new_policy"),
 }
-if hasattr(testing, "CodecLaws"):
-    KINDS["codec"] = Kind(plugins.CODECS, testing.CodecLaws, "open_codec")
 
 
 @click.command("conform", help="Run the conformance laws on a plugin.")

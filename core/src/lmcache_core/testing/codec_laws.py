@@ -270,11 +270,15 @@ def run_codec_laws(
     *,
     known_failures: Mapping[str, str] | None = None,
     only: Sequence[str] = (),
+    on_result: Callable[[LawResult], None] | None = None,
 ) -> list[LawResult]:
-    """Check every law (or those named in `only`) on the codecs that `open_codec` makes."""
+    """Check every law (or those named in `only`) on the codecs that `open_codec` makes.
+
+    `on_result` hears of each law as it has been checked.
+    """
     members = {"open_codec": lambda self: open_codec(), "known_failures": dict(known_failures or {})}
     laws: CodecLaws = type("LawsOfOneCodec", (CodecLaws,), members)()
-    return list(laws.check(only))
+    return laws.results(only, on_result)
 
 
 @cache

@@ -13,7 +13,6 @@ import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from ..backend import API_VERSION
 from ..device import Device, Probe
 from ..errors import DeviceError
 from .device_bench import (
@@ -31,7 +30,7 @@ from .device_bench import (
     random_chunks,
     resources,
 )
-from .laws import LawBroken, LawResult, expect, in_threads, law
+from .laws import LawBroken, LawResult, expect, expect_api_version, in_threads, law
 
 _ROUNDS: Final = 40
 _GROWTH_NBYTES: Final = 2048
@@ -45,16 +44,7 @@ class DeviceLaws(DeviceSubject):
 
     @law(since=(1, 0))
     def test_the_api_version_is_a_literal_that_core_speaks(self) -> None:
-        version: Any = getattr(self.device_class, "api_version", None)
-        expect(
-            isinstance(version, tuple) and len(version) == 2 and all(type(part) is int for part in version),
-            f"api_version must be two integers, e.g. (1, 0), got {version!r}",
-        )
-        expect(version is not API_VERSION, "api_version must be a literal: API_VERSION changes with core")
-        expect(
-            version[0] == API_VERSION[0] and version[1] <= API_VERSION[1],
-            f"api_version {version} cannot be used by a core that speaks {API_VERSION}",
-        )
+        expect_api_version(self.device_class)
 
     @law(since=(1, 0))
     def test_the_torch_type_is_a_word(self) -> None:
