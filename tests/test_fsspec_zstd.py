@@ -66,7 +66,7 @@ def store(cache: LocalCache) -> None:
 
 
 def load(cache: LocalCache) -> int:
-    """How many chunks came back, each of them byte for byte."""
+    """How many chunks came back, each of them byte for byte; where others should be, nothing was written."""
     hit = cache.lookup_answered(CHAIN, "request", timeout_s=20)
     pages = [np.full_like(layer, 0xA5) for layer in WANTED]
     ids = IDS[: hit.chunks * BLOCKS]
@@ -74,7 +74,11 @@ def load(cache: LocalCache) -> int:
     assert result is not None
     cache.release("request")
     assert cache.drain(20)
-    assert all(np.array_equal(got[ids], want[ids]) for got, want in zip(pages, WANTED, strict=True))
+    wanted = [layer.copy() for layer in WANTED]
+    for start, stop, _ in result.failed:
+        for layer in wanted:
+            layer[start * BLOCKS : stop * BLOCKS] = 0xA5
+    assert all(np.array_equal(got[ids], want[ids]) for got, want in zip(pages, wanted, strict=True))
     return int(result.ok_chunks)
 
 
@@ -131,6 +135,6 @@ def test_a_record_that_was_damaged_below_is_a_miss_and_is_removed(tmp_path: Path
     data[len(data) // 2] ^= 1
     third.write_bytes(data)
     with opened(tmp_path, url) as cache:
-        assert load(cache) == CHUNKS - 1, "those after the gap were loaded too"
+        assert load(cache) == 2, "the chunks before it"
         assert cache.metrics.count("corruptions", tier="cold") == 1
         assert not third.exists()

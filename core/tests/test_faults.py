@@ -406,3 +406,14 @@ def test_a_store_that_takes_forever_to_list_keeps_nobody_from_starting():
     go.set()
     assert until(lambda: len(tier.known) == 2), "learned later, and trimmed"
     tier.close()
+
+
+def test_a_tier_that_stalls_holds_up_neither_stores_nor_lookups():  # S30
+    faulty = FaultBackend(DictBackend(), rates={Fault.STALL: 1.0}, verbs=["put"])
+    with open_local([faulty], chunks=512) as cache:
+        for seed in range(200):
+            assert store(cache, chain(1, seed=seed)).ok_chunks == 1
+        assert all(cache.lookup(chain(1, seed=seed), f"r{seed}").resident == 1 for seed in range(200))
+        assert faulty.stalled.acquire(blocking=False), "while the tier hangs in its first write"
+        assert not cache._pool.tiers[0].status().records
+        faulty.release_stalls()

@@ -18,8 +18,8 @@ SHARED = Path("/mnt")
 """Where each container has the folder."""
 HERE = Path(__file__).parent
 SETUP = (
-    'mount --make-rprivate / && mount --bind "$1" /mnt && mount -t tmpfs none /tmp && mount -t tmpfs none /dev/shm '
-    '&& mount -t proc none /proc && shift && exec "$@"'
+    'mount --make-rprivate / && mount --bind "$1" /mnt && mount -t tmpfs none "$2" && mount -t tmpfs none /dev/shm '
+    '&& mount -t proc none /proc && shift 2 && exec "$@"'
 )
 CLIENT = """
 import sys
@@ -29,7 +29,7 @@ from serve import joined
 from tiny import LAYOUT, chain, load, store
 import os
 assert os.getpid() == 1, "not in a namespace of its own"
-assert not list(Path("/tmp").iterdir()) and not list(Path("/dev/shm").iterdir())
+assert not list(Path(sys.argv[2]).iterdir()) and not list(Path("/dev/shm").iterdir())
 with joined(Path("/mnt/s")) as cache:
     assert cache.connected
     {body}
@@ -37,15 +37,15 @@ with joined(Path("/mnt/s")) as cache:
 
 
 def inside(folder: Path) -> list[str]:
-    """Runs what follows in a container that has `folder` at SHARED."""
+    """Runs what follows in a container that has `folder` at SHARED, and nothing where the folder is outside."""
     unshare = ["unshare", "--mount", "--pid", "--ipc", "--net", "--fork", "--kill-child"]
-    return [*unshare, "sh", "-c", SETUP, "sh", str(folder)]
+    return [*unshare, "sh", "-c", SETUP, "sh", str(folder), str(folder.parent)]
 
 
 @contextmanager
 def client(folder: Path, body: str) -> Iterator[subprocess.Popen[str]]:
     """A process in a container that runs `body` with a `cache`; its output ends when it does."""
-    command = [*inside(folder), sys.executable, "-c", CLIENT.format(body=body), str(HERE)]
+    command = [*inside(folder), sys.executable, "-c", CLIENT.format(body=body), str(HERE), str(folder.parent)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.PIPE, text=True
     )

@@ -197,7 +197,7 @@ def load(cache: LocalCache, of: Chain, request: str = "r", chunks: int | None = 
     return hit.chunks, result
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     """Wait for a condition that another thread brings about; whether it came."""
     pause = threading.Event()
     deadline = time.monotonic() + timeout_s

@@ -21,7 +21,8 @@ from .layout import PAGE_NBYTES, page_align
 
 MAX_EXTENT_NBYTES: Final = 1 << 30
 _HUGE_PAGE_NBYTES: Final = 2 << 20
-_PREFAULT_STEP_NBYTES: Final = 16 << 20
+_PREFAULT_STEP_NBYTES: Final = 2 << 20
+"""Whoever maps memory or starts a thread meanwhile waits for one step."""
 _MADV_POPULATE_WRITE: Final = 23
 _F_SEAL_SHRINK_GROW: Final = 0x0002 | 0x0004
 _CGROUP: Final = (Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory"))
@@ -37,6 +38,19 @@ def copy_bytes(source: memoryview | bytes, target: memoryview) -> None:
     if len(into) != len(data):  # numpy would repeat a single byte
         raise ValueError(f"a copy of {len(data)} bytes over {len(into)}")
     np.copyto(into, data)
+
+
+def populate(view: memoryview, address: int, stop: Callable[[], bool]) -> None:
+    """Have the kernel back every page of a map, and map it, in steps until `stop`; the GIL is free meanwhile.
+
+    `view` is all of the map, which stays while we hold it.
+    """
+    for start in range(0, view.nbytes, _PREFAULT_STEP_NBYTES):
+        if stop():
+            return
+        step = min(_PREFAULT_STEP_NBYTES, view.nbytes - start)
+        if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(step), _MADV_POPULATE_WRITE):
+            return  # an old kernel: pages come at first touch
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +100,9 @@ class Extent:
         self.slots = self.nbytes // slot_nbytes
         self.free = [index * slot_nbytes for index in reversed(range(self.slots))]
 
-    def prefault(self) -> None:
-        """Have the kernel back every page now, in steps; the GIL is free meanwhile."""
-        alive = self.view  # the map stays while we hold this
-        for start in range(0, alive.nbytes, _PREFAULT_STEP_NBYTES):
-            step = min(_PREFAULT_STEP_NBYTES, self.nbytes - start)
-            address = ctypes.c_void_p(self.address + start)
-            if _libc.madvise(address, ctypes.c_size_t(step), _MADV_POPULATE_WRITE):
-                return  # an old kernel: pages come at first touch
+    def prefault(self, stop: Callable[[], bool] = lambda: False) -> None:
+        """Have the kernel back every page now; see `populate`."""
+        populate(self.view, self.address, stop)
 
     def close(self) -> None:
         """Give up the descriptor and our reference: the map goes when the last view of it does."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
-from .buffers import Extent
 from .device import Device
 from .errors import CacheError
 from .events import Events
@@ -58,22 +59,45 @@ class LocalCache(PooledCache):
         super().close()
 
 
+class Prefaultable(Protocol):
+    """An extent that somebody has mapped."""
+
+    @property
+    def nbytes(self) -> int: ...
+    def prefault(self, stop: Callable[[], bool]) -> None: ...
+
+
 class Prefaults:
-    """Threads that have new extents backed: touched first by a copy, they would slow that copy tenfold."""
+    """One thread that has new extents backed: touched first by a copy, they would slow that copy tenfold.
+
+    The thread stays: starting another takes as long as the one that is busy with the memory map lets it.
+    """
 
     def __init__(self) -> None:
-        self._threads: list[threading.Thread] = []
+        self._wanted: queue.SimpleQueue[Prefaultable | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
 
-    def start(self, extent: Extent) -> None:
-        if extent.nbytes < _PREFAULT_NBYTES:
+    def start(self, extent: Prefaultable) -> None:
+        """Have it backed soon; returns at once.  Callers are one at a time."""
+        if extent.nbytes < _PREFAULT_NBYTES or self._stopping:
             return
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        self._threads.append(threading.Thread(target=extent.prefault, name="lmcache-prefault", daemon=True))
-        self._threads[-1].start()
+        self._wanted.put(extent)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="lmcache-prefault", daemon=True)
+            self._thread.start()
 
     def join(self) -> None:
-        for thread in self._threads:
-            thread.join()
+        """End the thread, whatever is not backed yet.  Twice is fine."""
+        self._stopping = True
+        self._wanted.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (extent := self._wanted.get()) is not None:
+            extent.prefault(lambda: self._stopping)
+            del extent  # or its memory would stay until the next one comes
 
 
 def add_pool_gauges(metrics: Metrics, pool: Pool) -> None:

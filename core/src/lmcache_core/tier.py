@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from .errors import BackendError, BackendFull, CacheError, ChunkCorrupt
 from .events import Events
 from .frame import Frame
 from .keys import SHARD_ID_NBYTES, ChunkKey
-from .layout import Layout
+from .layout import Layout, page_align
 from .ledger import Ledger
 from .metrics import Metrics
 from .policy import EvictionPolicy
@@ -411,7 +412,7 @@ class Tier:
             return
         record = manifest.pack(described, time.time_ns())
         self.ledger.belongs(shard_id, described.tenant, described.family_id, len(record))
-        (staged,) = self._sealer.staging([len(record)])
+        staged = _memory(len(record))
         staged[: len(record)] = record
         put = self._call("put", partial(self.backend.put, manifest.key_of(shard_id), staged[: len(record)]))
         if isinstance(put, BackendError):
@@ -420,7 +421,7 @@ class Tier:
     def _read_manifest(self, entry: Entry) -> None:
         if entry.nbytes > manifest.MAX_NBYTES or self.ledger.has_shard(entry.key.shard_id):
             return
-        (staged,) = self._sealer.staging([entry.nbytes])
+        staged = _memory(entry.nbytes)
         nbytes = self._call("get", partial(self.backend.get, entry.key, staged))
         try:
             found = manifest.parse(staged, nbytes, entry.key) if isinstance(nbytes, int) else None
@@ -434,7 +435,7 @@ class Tier:
     def _remove_manifest(self, shard_id: bytes) -> None:
         if self._keeps_manifests and self.ledger.has_shard(shard_id):
             key = manifest.key_of(shard_id)
-            (staged,) = self._sealer.staging([manifest.MAX_NBYTES])
+            staged = _memory(manifest.MAX_NBYTES)
             nbytes = self._call("get", partial(self.backend.get, key, staged))
             self._call("remove", partial(self.backend.remove, key))
             self.ledger.disown(shard_id, nbytes if isinstance(nbytes, int) else 0)
@@ -507,6 +508,11 @@ def _plain(error: BackendError) -> BackendError:
 
 class _Foreign(BackendError):
     """Stands for an exception that a backend should not have raised; its breaker is open already."""
+
+
+def _memory(nbytes: int) -> memoryview:
+    """Page-aligned memory for a manifest: not this thread's staging, which may hold a record that is being put."""
+    return memoryview(mmap.mmap(-1, page_align(nbytes)))
 
 
 def _batches(items: Sequence[ItemT]) -> list[list[ItemT]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +100,32 @@ def test_the_demo_fails_when_the_answers_differ(
     monkeypatch.setattr(prefix.PrefixCache, "_load", spoiled)
     assert command.main(["--plot", str(tmp_path / "demo.png")]) == 1
     assert "NOT the same" in capsys.readouterr().out
+
+
+def test_through_a_daemon_a_second_demo_hits_what_the_first_stored(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    socket = tmp_path / "s"
+    arguments = ["--json", "--socket", str(socket), "--plot", str(tmp_path / "demo.png")]
+    monkeypatch.setenv("LMCACHE__SOCKET_TIMEOUT", "10s")  # the machine may be busy
+    command_line = [sys.executable, "-m", "lmcache_core.cli", "serve", "--socket", str(socket)]
+    with subprocess.Popen(command_line, stderr=subprocess.PIPE, text=True) as daemon:
+        try:
+            assert daemon.stderr is not None
+            assert any("serving on" in line for line in daemon.stderr)
+            assert command.main(arguments) == 0
+            first = capfd.readouterr().out
+            assert command.main(arguments) == 0
+            second = capfd.readouterr().out
+        finally:
+            daemon.terminate()
+        assert daemon.wait(30) == 0
+    assert "to compare: first request" not in first
+    assert "to compare: first request" in second  # since it was not computed any more
+    figures = json.loads(second.splitlines()[-1])
+    assert figures["tokens_equal"] is True
+    assert figures["restart_hit_tokens"] == figures["hit_tokens"] >= figures["prompt_tokens"] - CHUNK
+    assert "new process, from the daemon" in second
 
 
 def test_a_configuration_without_a_lower_tier_is_refused(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import socket
 import threading
 import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from records import comes_back, empty, keys, new_key, open_backend, record, round_trip
@@ -227,6 +231,34 @@ def test_close_ends_a_call_that_waits() -> None:
         waiting.join(5)
         assert not waiting.is_alive()
         assert len(errors) == 1
+
+
+@pytest.mark.parametrize("kind", ["redis", "valkey"])
+@pytest.mark.parametrize("options", [{}, {"cluster": True}, {"master": "m"}])
+@pytest.mark.parametrize("how", ["refused", "silent", "closed", "nonsense"])
+def test_buffers_are_let_go_after_a_fault_without_the_garbage_collector(
+    kind: str, options: dict[str, Any], how: str
+) -> None:
+    script = {"silent": answers(), "closed": answers(b"", hang_up=True), "nonsense": answers(b"?\r\n")}
+    with scripted(script.get(how, answers())) as server:
+        url = "redis://127.0.0.1:1" if how == "refused" else server.url
+        with open_backend(url, kind=kind, **options) as backend, _no_garbage_collector():
+            for verb in (backend.get_many, backend.put_many):
+                view = empty(8192)
+                held = weakref.ref(view)
+                (result,) = verb([new_key()], [view], timeout_s=0.2)
+                assert isinstance(result, BackendError)
+                del result, view
+                assert held() is None
+
+
+@contextlib.contextmanager
+def _no_garbage_collector() -> Iterator[None]:
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 # The same from real servers.

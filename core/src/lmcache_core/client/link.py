@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 
 from .. import wire
+from ..buffers import populate
 from ..chain import Model
 from ..errors import BackendUnavailable
 from ..forks import not_for_children
@@ -35,19 +36,31 @@ class MappedExtent:
         self.nbytes = nbytes
         if os.fstat(fd).st_size < nbytes:
             raise wire.WireError(f"extent {extent_id} is smaller than {nbytes} bytes")
-        mapped = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+        mapped = mmap.mmap(fd, nbytes)
         not_for_children(mapped)
         self.view = memoryview(mapped)
         self.address = int(np.frombuffer(mapped, np.uint8).__array_interface__["data"][0])
+
+    def prefault(self, stop: Callable[[], bool]) -> None:
+        """Map every page now, which takes up to a second: not in anybody's way."""
+        populate(self.view, self.address, stop)
 
 
 class Link:
     """`ask` and `tell` from any thread; one reader thread calls `messages`.  Broken once, it is thrown away."""
 
     def __init__(
-        self, path: Path, client: str, *, connect_timeout_s: float, send_timeout_s: float, quiet: bool
+        self,
+        path: Path,
+        client: str,
+        *,
+        connect_timeout_s: float,
+        send_timeout_s: float,
+        quiet: bool,
+        on_open: Callable[[MappedExtent], None],
     ) -> None:
         self.extents: dict[int, MappedExtent] = {}
+        self._on_open = on_open
         self.broken = ""
         self.writing = 0
         """Reserved slots that copies of ours may be writing; its pool counts them."""
@@ -207,7 +220,8 @@ class Link:
             raise wire.WireError(f"extent {message.extent_id} came without its descriptor")
         fd = self._fds.pop(0)
         try:
-            self.extents[message.extent_id] = MappedExtent(message.extent_id, message.nbytes, fd)
+            extent = self.extents[message.extent_id] = MappedExtent(message.extent_id, message.nbytes, fd)
+            self._on_open(extent)
         finally:
             os.close(fd)
 

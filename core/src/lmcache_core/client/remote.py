@@ -20,6 +20,7 @@ from ..index import Entry, Sink, State
 from ..keys import ChunkKey
 from ..layout import PAGE_NBYTES
 from ..leases import Found
+from ..local import Prefaults
 from ..pool import Reservation
 from .link import Link, MappedExtent
 
@@ -94,6 +95,7 @@ class RemotePool:
         self._said_down = False
         self._ask_again_at = 0.0
         self._said_silent = False
+        self._prefaults = Prefaults()
         self._reader = threading.Thread(target=self._run, name="lmcache-client", daemon=True)
         self._reader.start()
         self._watch = threading.Thread(target=self._watch_loads, name="lmcache-client-watch", daemon=True)
@@ -283,6 +285,7 @@ class RemotePool:
             link.abandon("closed")
         self._reader.join()
         self._watch.join()
+        self._prefaults.join()
 
     # Questions.
 
@@ -361,6 +364,7 @@ class RemotePool:
                     connect_timeout_s=self._connect_timeout_s,
                     send_timeout_s=self._call_timeout_s,
                     quiet=(quiet := not self._unended),
+                    on_open=self._prefaults.start,
                 )
             except (OSError, CacheError) as error:
                 self._say_down(f"cannot reach it: {error}")

@@ -105,7 +105,7 @@ class Dialer:
             connection._sock = None  # ours from here on
         except (failures, OSError) as error:
             _give_up(connection)
-            raise self._fault(address, error) from error
+            raise self._fault(address, error) from _without_frames(error)
         except BaseException:
             _give_up(connection)
             raise
@@ -130,13 +130,19 @@ def _give_up(connection: Any) -> None:
         connection.disconnect()
 
 
+def _without_frames(error: Exception) -> Exception:
+    """The client's frames hold their own exceptions: a cycle that would keep the callers' buffers as well."""
+    for cause in _chain(error):
+        cause.__traceback__ = None
+    return error
+
+
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    for _ in range(8):
-        if seen is None:
-            return
+    """`error` and everything behind it."""
+    found: list[BaseException] = [error]
+    for seen in found:
         yield seen
-        seen = seen.__cause__ or seen.__context__
+        found += [more for more in (seen.__cause__, seen.__context__) if more is not None and more not in found]
 
 
 @cache

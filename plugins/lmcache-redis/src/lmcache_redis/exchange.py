@@ -53,7 +53,7 @@ class Exchange:
         try:
             routed = self._topology.route([call.key for call in calls], deadline)
         except BackendError as error:
-            return [error] * len(calls)
+            return [error.with_traceback(None)] * len(calls)
         groups: dict[Address, list[_Todo]] = {}
         for index, (call, address) in enumerate(zip(calls, routed, strict=True)):
             groups.setdefault(address, []).append(_Todo(index, call))
@@ -75,7 +75,8 @@ class Exchange:
                 try:
                     links[address] = link = self._pool.take(address, deadline)
                 except BackendError as error:
-                    self._fail(address, groups[address], answers, error)
+                    # Its frames hold the answers, which hold it: a cycle that would keep the callers' buffers.
+                    self._fail(address, groups[address], answers, error.with_traceback(None))
                     continue
                 try:
                     link.send(part for todo in groups[address] for part in _parts(todo))
