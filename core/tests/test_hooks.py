@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lmcache_core.local import LocalCache
 from lmcache_core.opening import open_cache
 
 WAIT_S = 30.0
+PAGE = Path(__file__).parents[2] / "docs" / "hooks.md"
 LAYOUT = Layout(
     chunk_tokens=16,
     regions=(Region(name="kv", layers=1, block_tokens=16, block_nbytes=64, dtype="uint8", packing="test"),),
@@ -177,3 +179,16 @@ def test_a_slow_hook_is_served_after_the_request_and_not_before(
     finally:
         module.answered.release(1000)
     assert cache.drain(WAIT_S)
+
+
+def test_the_page_lists_every_hook_and_its_example_works(capsys: pytest.CaptureFixture[str]) -> None:
+    text = PAGE.read_text()
+    assert sorted(re.findall(r"^\| `(lmcache_\w+)` \|", text, re.MULTILINE)) == sorted(HOOKS)
+    (source,) = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(source, names)
+    manager = plugins.load_hooks([])
+    manager.register(names["Reasons"](), "reasons")
+    plugins.call_hooks(manager, "lmcache_chunks_evicted", tier="host", keys=[ChunkKey(bytes(48))], reason="capacity")
+    plugins.call_hooks(manager, "lmcache_cache_stopping", cache=manager)
+    assert capsys.readouterr().out == "Counter({'capacity': 1})\n"
