@@ -91,7 +91,9 @@ class _Store:
         text = f"{{name: disk, backend: disk, capacity: {capacity_nbytes}, timeout: 60s, options: {{path: {folder}}}}}"
         config = parse_config(f"tiers: [{text}]", "benchmark", environ={})
         self._events = Events(None)
-        self._tier = open_tier(config.tiers[0], (), Metrics(), self._events, max_queued_nbytes=capacity_nbytes)
+        self._tier = open_tier(
+            config.tiers[0], config.plugins, Metrics(), self._events, max_queued_nbytes=capacity_nbytes
+        )
         self._tier.start()
         self._slab = Slab(2 * chunks * record_nbytes)
         self._sources = [self._slot(record_nbytes) for _ in range(chunks)]

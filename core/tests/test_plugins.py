@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lmcache_core import plugins
+from lmcache_core import hookspecs, plugins
 from lmcache_core.errors import PluginConflict, PluginImportFailed, PluginIncompatible, PluginNotFound
+from lmcache_core.keys import ChunkKey
 from lmcache_core.plugins import BACKENDS, CODECS, DEVICES, HOOKS, POLICIES
 
 BACKEND = """
@@ -375,13 +376,40 @@ def test_an_inline_file_that_is_wrong_is_named(tmp_path: Path, name: str, source
         plugins.load_hooks([], inline=str(path))
 
 
+def test_the_log_plugin_uses_every_hook_and_sums_up_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    manager = plugins.load_hooks(["log"])
+    hooks = [name for name in vars(hookspecs) if name.startswith("lmcache_")]
+    assert [name for name in hooks if not getattr(manager.hook, name).get_hookimpls()] == []
+    key = ChunkKey(bytes(48))
+    with caplog.at_level(logging.DEBUG, "lmcache_core.log"):
+        plugins.call_hooks(manager, "lmcache_cache_started", cache=manager)
+        plugins.call_hooks(manager, "lmcache_chunks_stored", tier="disk", keys=[key] * 3, nbytes=1 << 20, seconds=0.5)
+        plugins.call_hooks(manager, "lmcache_chunks_evicted", tier="disk", keys=[key] * 2, reason="capacity")
+        plugins.call_hooks(manager, "lmcache_chunks_evicted", tier="disk", keys=[key], reason="corrupt")
+        plugins.call_hooks(manager, "lmcache_cache_stopping", cache=manager)
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert lines[:-1] == [
+        ("INFO", "PluginManager: ready"),
+        ("DEBUG", "tier disk: stored 3 chunks, 1.0 MiB in 500.0 ms"),
+        ("DEBUG", "tier disk: 2 chunks are gone: capacity"),
+        ("WARNING", "tier disk: 1 chunks are gone: corrupt"),
+    ]
+    end = "PluginManager: stopping after 0 loads; chunks: 3 stored in disk, 2 left disk: capacity, 1 left disk: corrupt"
+    assert lines[-1] == ("INFO", end)
+
+
+def test_two_caches_have_a_log_plugin_each(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = plugins.load_hooks(["log"]), plugins.load_hooks(["log"])
+    plugins.call_hooks(one, "lmcache_chunks_stored", tier="disk", keys=[ChunkKey(bytes(48))], nbytes=1, seconds=0.5)
+    with caplog.at_level(logging.INFO, "lmcache_core.log"):
+        plugins.call_hooks(other, "lmcache_cache_stopping", cache=other)
+    assert caplog.records[0].getMessage().endswith("chunks: none")
+
+
 def test_the_log_plugin_says_one_line_for_each_load_and_each_change_of_health(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from lmcache_core import hooks_log
-
-    manager = plugins.load_hooks([])
-    manager.register(hooks_log, "log")
+    manager = plugins.load_hooks(["log"])
     with caplog.at_level(logging.INFO):
         plugins.call_hooks(
             manager, "lmcache_chunks_retrieved",

@@ -37,6 +37,8 @@ PREFIX: Final = "LMCACHE__"
 MAX_TIERS: Final = 16
 _TIER_NAME: Final = re.compile(r"[a-z](?:[-_]?[a-z0-9]){0,31}")
 _PLUGIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}(@[A-Za-z0-9][A-Za-z0-9_.-]{0,127})?")
+_INLINE_NAME: Final = re.compile(r"inline:[A-Za-z_][A-Za-z0-9_]{0,24}")
+"""No longer than a codec's name may be in a record."""
 _URL_PASSWORD: Final = re.compile(r"(://[^/@\s:]*:)[^@/\s]+(?=@)")
 
 
@@ -70,7 +72,7 @@ class TierConfig:
 
 @dataclass(frozen=True, slots=True)
 class PluginsConfig:
-    """Which plugins count as not installed, which hook plugins run, and a Python file with hooks of one's own."""
+    """Which plugins count as not installed, which hook plugins run, and a Python file with plugins of one's own."""
 
     disable: tuple[str, ...] = ()
     hooks: tuple[str, ...] = ()
@@ -251,7 +253,8 @@ def _mask_url(text: str) -> str:
 
 
 def _check_plugin_name(key: str, name: str) -> None:
-    if not _PLUGIN_NAME.fullmatch(name):
+    inline = _INLINE_NAME.fullmatch(name) and key not in ("disable", "hooks")
+    if not inline and not _PLUGIN_NAME.fullmatch(name):
         raise FieldError(key, f"{name[:80]!r} is not a plugin name; write name or name@distribution")
 
 
@@ -290,7 +293,7 @@ def _with_tier_names(root: Table) -> Table:
 def _named(tier: Table) -> Table:
     backend = tier.items.get("backend")
     if "name" not in tier.items and isinstance(backend, Scalar) and isinstance(backend.value, str):
-        tier = tier.with_item("name", Scalar(backend.value.partition("@")[0], backend.source))
+        tier = tier.with_item("name", Scalar(re.split("[@:]", backend.value)[0], backend.source))
     if "options" not in tier.items:
         tier = tier.with_item("options", Table({}, tier.source))
     return tier

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from . import plugins
 from .backend import Backend, Context
 from .buffers import Slab
 from .client.cache import RemoteCache, connect
 from .codec import Codec
-from .config import CacheConfig, TierConfig, load_config
+from .config import CacheConfig, PluginsConfig, TierConfig, load_config
 from .device import Device
 from .endpoints import socket_path
 from .errors import ConfigError, DeviceError, PluginError
@@ -25,6 +25,7 @@ from .sealing import Sealer
 from .tier import Tier
 
 log = logging.getLogger(__name__)
+_INSTALLED_ONLY: Final = PluginsConfig()
 
 
 def open_cache(
@@ -38,7 +39,7 @@ def open_cache(
     """
     if not isinstance(config, CacheConfig):
         config = load_config(config)
-    device_name, device = open_device(config.device, config.plugins.disable)
+    device_name, device = open_device(config.device, config.plugins)
     metrics = Metrics()
     if socket is not None or config.socket is not None:
         path = socket_path(str(socket)) if socket is not None else config.daemon_socket
@@ -57,18 +58,18 @@ def open_cache(
 
 def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
     """The pool that a configuration describes, with its tiers started, and the events that they emit to."""
-    disable = config.plugins.disable
+    use = config.plugins
     host = config.host
     capacity = host.capacity_nbytes if host is not None else config.staging_nbytes
     assert capacity is not None
-    new_policy = _policy(host.policy if host is not None else "lru", disable)
+    new_policy = _policy(host.policy if host is not None else "lru", use)
     below = [tier for tier in config.tiers if tier is not host]
     slab = Slab(capacity)
     events = open_events(config, metrics)
     tiers: list[Tier] = []
     try:
         for tier in below:
-            tiers.append(open_tier(tier, disable, metrics, events, max_queued_nbytes=max(capacity // 4, 1)))
+            tiers.append(open_tier(tier, use, metrics, events, max_queued_nbytes=max(capacity // 4, 1)))
             tiers[-1].start()
     except BaseException:
         for opened in tiers:
@@ -96,26 +97,26 @@ def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
 
 def open_tier(
     config: TierConfig,
-    disable: tuple[str, ...],
+    use: PluginsConfig,
     metrics: Metrics,
     events: Events,
     *,
     max_queued_nbytes: int,
 ) -> Tier:
     """One tier with its backend, codec and policy; not started."""
-    codec = plugins.load(plugins.CODECS, config.codec, disable)()
+    codec = _load(plugins.CODECS, config.codec, use)()
 
     def codec_named(name: str) -> Codec | None:
         try:
-            found = plugins.load(plugins.CODECS, name, disable)()
+            found = _load(plugins.CODECS, name, use)()
         except PluginError as error:
             log.warning("tier %s holds records of codec %r: %s", config.name, name, error)
             return None
         assert isinstance(found, Codec)
         return found
 
-    new_policy = _policy(config.policy, disable)
-    backend = open_backend(config, disable)
+    new_policy = _policy(config.policy, use)
+    backend = open_backend(config, use)
     return Tier(
         config.name,
         backend,
@@ -131,24 +132,24 @@ def open_tier(
     )
 
 
-def open_backend(config: TierConfig, disable: tuple[str, ...] = ()) -> Backend[Any]:
+def open_backend(config: TierConfig, use: PluginsConfig = _INSTALLED_ONLY) -> Backend[Any]:
     """The backend that a tier names, with its options checked."""
-    kind: type[Backend[Any]] = plugins.load(plugins.BACKENDS, config.backend, disable)
+    kind: type[Backend[Any]] = _load(plugins.BACKENDS, config.backend, use)
     options: object = config.options.into(kind.Options)
     return kind(options, Context(capacity_nbytes=config.capacity_nbytes, timeout_s=config.timeout_s))
 
 
-def open_device(name: str, disable: tuple[str, ...]) -> tuple[str, Device]:
+def open_device(name: str, use: PluginsConfig) -> tuple[str, Device]:
     """The device of that name; "auto" is the one accelerator that is there, or the CPU."""
     if name != "auto":
-        kind: type[Device] = plugins.load(plugins.DEVICES, name, disable)
+        kind: type[Device] = _load(plugins.DEVICES, name, use)
         probe = kind.probe()
         if not probe.count:
             raise DeviceError(f"device {name!r} is not there: {probe.reason}")
         return name, kind()
     found: list[tuple[str, type[Device]]] = []
     for offer in plugins.discover(plugins.DEVICES):
-        if offer.name == "cpu" or plugins.is_disabled(offer, disable):
+        if offer.name == "cpu" or plugins.is_disabled(offer, use.disable):
             continue
         kind = plugins.load_offer(offer)
         if kind.probe().count:
@@ -158,11 +159,15 @@ def open_device(name: str, disable: tuple[str, ...]) -> tuple[str, Device]:
         raise ConfigError(f"device: auto finds more than one device here ({names}); name the one to use")
     if found:
         return found[0][0], found[0][1]()
-    return "cpu", plugins.load(plugins.DEVICES, "cpu", disable)()
+    return "cpu", _load(plugins.DEVICES, "cpu", use)()
 
 
-def _policy(name: str, disable: tuple[str, ...]) -> Callable[[], EvictionPolicy]:
-    kind: Callable[[], EvictionPolicy] = plugins.load(plugins.POLICIES, name, disable)
+def _load(group: str, name: str, use: PluginsConfig) -> type[Any]:
+    return plugins.load(group, name, use.disable, use.inline)
+
+
+def _policy(name: str, use: PluginsConfig) -> Callable[[], EvictionPolicy]:
+    kind: Callable[[], EvictionPolicy] = _load(plugins.POLICIES, name, use)
     return kind
 
 

@@ -6,6 +6,7 @@ module or class with hook implementations.  Discovery reads metadata files and i
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -36,6 +37,8 @@ POLICIES: Final = "lmcache_core.policies"
 HOOKS: Final = "lmcache_core.hooks"
 GROUPS: Final = (BACKENDS, DEVICES, CODECS, POLICIES, HOOKS)
 CORE: Final = "lmcache-core"
+INLINE: Final = "inline:"
+"""A plugin's name that begins so is that of a class in the file that `plugins.inline` names."""
 SLOW_IMPORT_S: Final = 3.0
 """An import that takes longer is said aloud: whoever waits for it should know for what."""
 
@@ -122,28 +125,51 @@ def resolve(group: str, name: str, disable: Iterable[str] = ()) -> PluginInfo:
     raise PluginNotFound(_not_found(kind, name, [offer for offer in offers if not is_disabled(offer, disable)]))
 
 
-def load(group: str, name: str, disable: Iterable[str] = ()) -> type[Any]:
-    """Import the plugin called `name` and check its kind and API version; PluginError says what is wrong and where."""
-    return load_offer(resolve(group, name, disable))
+def load(group: str, name: str, disable: Iterable[str] = (), inline: str | Path | None = None) -> type[Any]:
+    """Import the plugin called `name` and check its kind and API version; PluginError says what is wrong and where.
+
+    "inline:Name" is the class Name in the Python file `inline`.
+    """
+    if not name.startswith(INLINE):
+        return load_offer(resolve(group, name, disable))
+    bare = name.removeprefix(INLINE)
+    if inline is None:
+        raise PluginNotFound(f"the {kind_of(group)} {name!r} stands in a file that plugins.inline must name")
+    module = _import_file(Path(inline))
+    if bare not in vars(module):
+        known = [each for each, value in vars(module).items() if isinstance(value, type)]
+        raise PluginNotFound(f"inline plugin {inline} has no {bare}{did_you_mean(bare, known)}")
+    return _checked(f"{kind_of(group)} {bare!r} of inline plugin {inline}", group, vars(module)[bare], "it")
 
 
 def load_offer(offer: PluginInfo) -> type[Any]:
     """Import the class behind a discovered offer of any group but hooks, and check it."""
-    loaded = _import(offer)
-    module, base_name = _KINDS[offer.group]
-    base = getattr(importlib.import_module(module), base_name)
+    return _checked(str(offer), offer.group, _import(offer), offer.dist)
+
+
+def _checked(described: str, group: str, loaded: Any, owner: str) -> type[Any]:
+    base = _base(group)
     if not isinstance(loaded, type) or not issubclass(loaded, base):
         what = f"the class {loaded.__qualname__}" if isinstance(loaded, type) else f"a {type(loaded).__name__}"
-        raise PluginIncompatible(f"{offer} is {what}, not a subclass of {module}.{base_name}")
-    check_api_version(offer, vars(loaded).get("api_version"))
+        raise PluginIncompatible(f"{described} is {what}, not a subclass of {base.__module__}.{base.__qualname__}")
+    check_api_version(described, vars(loaded).get("api_version"), owner)
     if inspect.isabstract(loaded):
         missing = ", ".join(sorted(vars(loaded)["__abstractmethods__"]))
-        raise PluginIncompatible(f"{offer} does not implement {missing}")
+        raise PluginIncompatible(f"{described} does not implement {missing}")
     return loaded
 
 
-def check_api_version(offer: PluginInfo, declared: object) -> None:
-    """Same major, and no newer minor than this core's; PluginIncompatible says which side to upgrade."""
+def _base(group: str) -> type[Any]:
+    module, name = _KINDS[group]
+    base: type[Any] = getattr(importlib.import_module(module), name)
+    return base
+
+
+def check_api_version(offer: object, declared: object, owner: str) -> None:
+    """Same major, and no newer minor than this core's; PluginIncompatible says which side to upgrade.
+
+    `offer` and `owner` are what declared it and the distribution it is in, for the message.
+    """
     if declared is None:
         raise PluginIncompatible(
             f"{offer} declares no api_version of its own; add `api_version = {API_VERSION}`, the API it was written for"
@@ -156,7 +182,7 @@ def check_api_version(offer: PluginInfo, declared: object) -> None:
                 f"{offer} declares api_version = {declared!r:.80}, which is not a pair like (1, 0)"
             )
     if major != API_VERSION[0] or minor > API_VERSION[1]:
-        fix = f"upgrade {CORE}" if (major, minor) > API_VERSION else f"upgrade {offer.dist}"
+        fix = f"upgrade {CORE}" if (major, minor) > API_VERSION else f"upgrade {owner}"
         ours = f"{API_VERSION[0]}.{API_VERSION[1]}"
         raise PluginIncompatible(f"{offer} needs plugin API {major}.{minor}, this {CORE} speaks {ours}: {fix}")
 
@@ -164,7 +190,10 @@ def check_api_version(offer: PluginInfo, declared: object) -> None:
 def load_hooks(
     names: Iterable[str], disable: Iterable[str] = (), inline: str | Path | None = None
 ) -> pluggy.PluginManager:
-    """A manager with the hook plugins `names`, and the Python file `inline` as one more, called "inline"."""
+    """A manager with the hook plugins `names`, and those in the Python file `inline` as one more, called "inline".
+
+    A file that has plugin classes need not have hooks.
+    """
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     disable = tuple(disable)
@@ -172,7 +201,8 @@ def load_hooks(
         offer = resolve(HOOKS, name, disable)
         _register(manager, load_hook_offer(offer), offer.name, str(offer))
     if inline is not None:
-        _register(manager, _import_file(Path(inline)), "inline", f"inline plugin {inline}")
+        module = _import_file(Path(inline))
+        _register(manager, module, "inline", f"inline plugin {inline}", may_be_empty=_has_plugins(module))
     _failed_hooks[manager] = set()
     return manager
 
@@ -181,7 +211,7 @@ def load_hook_offer(offer: PluginInfo) -> object:
     """Import a hook plugin: a module, an instance, or a class that is called without arguments."""
     loaded = _import(offer)
     holder = loaded if isinstance(loaded, (type, ModuleType)) else type(loaded)
-    check_api_version(offer, vars(holder).get("api_version"))
+    check_api_version(offer, vars(holder).get("api_version"), offer.dist)
     if not isinstance(loaded, type):
         return loaded
     try:
@@ -211,7 +241,14 @@ def call_hooks(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> No
                 )  # fmt: skip
 
 
-def _register(manager: pluggy.PluginManager, plugin: object, name: str, described: str) -> None:
+def _has_plugins(module: ModuleType) -> bool:
+    own = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+    return any(issubclass(each, _base(group)) for each in own for group in _KINDS)
+
+
+def _register(
+    manager: pluggy.PluginManager, plugin: object, name: str, described: str, *, may_be_empty: bool = False
+) -> None:
     try:
         manager.register(plugin, name)
         manager.check_pending()
@@ -221,7 +258,7 @@ def _register(manager: pluggy.PluginManager, plugin: object, name: str, describe
     implementations = [impl for caller in callers for impl in caller.get_hookimpls() if impl.plugin is plugin]
     if any(impl.wrapper or impl.hookwrapper for impl in implementations):
         raise PluginIncompatible(f"{described}: hooks here only observe; write plain functions, not wrappers")
-    if not implementations:
+    if not implementations and not may_be_empty:
         known = ", ".join(sorted(name for name in vars(hookspecs) if name.startswith("lmcache_")))
         raise PluginIncompatible(f"{described} implements no hook; mark functions with @hookimpl, known are {known}")
 
@@ -242,12 +279,23 @@ def _import(offer: PluginInfo) -> Any:
 
 
 def _import_file(path: Path) -> ModuleType:
+    """The file as a module, imported once for all the names in it, and again only if it has changed."""
     try:
-        spec = importlib.util.spec_from_file_location("lmcache_inline_plugin", path)
+        stat = path.stat()
+        file = f"{path.resolve()} {stat.st_mtime_ns} {stat.st_size}"
+        # A name that nothing else has, known to Python, or dataclasses in the file would not find their own types.
+        name = f"lmcache_inline_{hashlib.blake2b(file.encode(), digest_size=8).hexdigest()}"
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path)
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} is not a Python file")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
     except KeyboardInterrupt:
         raise
     except BaseException as error:

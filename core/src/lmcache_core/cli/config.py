@@ -20,6 +20,7 @@ from lmcache_core.config import (
     DEFAULT_FILE,
     MEMORY,
     CacheConfig,
+    PluginsConfig,
     Setting,
     TierConfig,
     find_config,
@@ -122,22 +123,20 @@ def init(path: Path, force: bool) -> None:
 
 def _problems(config: CacheConfig) -> Iterator[str]:
     """What is wrong beyond the file itself: plugins that are missing or broken, options they do not take."""
-    disable = config.plugins.disable
+    use = config.plugins
     for tier in config.tiers:
         for group, name in _named_by(tier):
-            yield from _problem(
-                config, f"tiers.{tier.name}.{plugins.kind_of(group)}", partial(_load, group, name, disable)
-            )
+            yield from _problem(config, f"tiers.{tier.name}.{plugins.kind_of(group)}", partial(_load, group, name, use))
         try:
-            _typed_options(tier, disable, {})
+            _typed_options(tier, use, {})
         except PluginError:
             pass  # said above
         except CacheError as error:
             yield str(error)
     if config.device != "auto":
-        yield from _problem(config, "device", partial(_load, plugins.DEVICES, config.device, disable))
+        yield from _problem(config, "device", partial(_load, plugins.DEVICES, config.device, use))
     for key, hooks, inline in (("hooks", config.plugins.hooks, None), ("inline", (), config.plugins.inline)):
-        yield from _problem(config, f"plugins.{key}", partial(_load_hooks, hooks, disable, inline))
+        yield from _problem(config, f"plugins.{key}", partial(_load_hooks, hooks, use.disable, inline))
 
 
 def _problem(config: CacheConfig, path: str, load: Callable[[], object]) -> Iterator[str]:
@@ -156,9 +155,9 @@ def _named_by(tier: TierConfig) -> Iterator[tuple[str, str]]:
     yield plugins.CODECS, tier.codec
 
 
-def _load(group: str, name: str, disable: tuple[str, ...]) -> type[Any]:
+def _load(group: str, name: str, use: PluginsConfig) -> type[Any]:
     with contextlib.redirect_stdout(sys.stderr):
-        return plugins.load(group, name, disable)
+        return plugins.load(group, name, use.disable, use.inline)
 
 
 def _load_hooks(names: tuple[str, ...], disable: tuple[str, ...], inline: str | None) -> object:
@@ -166,8 +165,8 @@ def _load_hooks(names: tuple[str, ...], disable: tuple[str, ...], inline: str | 
         return plugins.load_hooks(names, disable, inline)
 
 
-def _typed_options(tier: TierConfig, disable: tuple[str, ...], origins: Origins) -> Any:
-    kind = NoOptions if tier.backend == MEMORY else _load(plugins.BACKENDS, tier.backend, disable).Options
+def _typed_options(tier: TierConfig, use: PluginsConfig, origins: Origins) -> Any:
+    kind = NoOptions if tier.backend == MEMORY else _load(plugins.BACKENDS, tier.backend, use).Options
     return tier.options.into(kind, origins)
 
 
@@ -178,7 +177,7 @@ def _parts(config: CacheConfig) -> Iterator[Iterator[Setting]]:
         origins = dict(config.origins)
         path = f"tiers.{tier.name}"
         try:
-            options = _typed_options(tier, config.plugins.disable, origins)
+            options = _typed_options(tier, config.plugins, origins)
         except CacheError as error:
             click.echo(f"warning: {path}.options are shown as written: {error}", err=True)
             yield settings(tier, path, origins)
