@@ -506,4 +506,4 @@ def test_memory_of_a_dead_daemon_stays_readable_while_a_client_maps_it(tmp_path)
         assert bytes(extent.view[:8192]) == record
         daemon.start()
     del extent
-    assert not [name for name in os.listdir("/dev/shm") if "lmcache" in name]
+    assert not [name for name in os.listdir("/dev/shm") if "lmcache-extent" in name]

@@ -132,7 +132,7 @@ def test_clients_killed_at_random_points_leave_no_wrong_byte_and_nothing_else(tm
         right = everything_is_right(cache)
         assert right >= CHUNKS // 2
     assert proven > CLIENT_KILLS
-    assert not [name for name in os.listdir("/dev/shm") if "lmcache" in name]
+    assert not [name for name in os.listdir("/dev/shm") if "lmcache-extent" in name]
     print(f"{CLIENT_KILLS} clients killed: {operations} operations, {proven} chunks read and right, {right} at the end")
 
 

@@ -116,6 +116,7 @@ def test_clear_removes_a_family_a_shard_or_all_and_a_family_also_after_a_restart
         for chain in (PROMPT, other, two):
             for shard in chain.model.shards:
                 store(cache, chain, shard=shard)
+        assert cache.drain(30)
 
         def clear(namespace: str) -> str:
             return lmc("clear", "--config", config, "--namespace", namespace).output
@@ -134,6 +135,7 @@ def test_clear_removes_a_family_a_shard_or_all_and_a_family_also_after_a_restart
             assert cache.lookup(PROMPT, "gone").chunks == 0
             cache.release("gone")
             assert store(cache, PROMPT).ok_chunks == 6
+            assert cache.drain(30), "what is being written is in use, and stays"
             assert clear("all").startswith("6 records")
             assert again.stop() == 0
     result = lmc("clear", "--config", config, "--namespace", "all of it")
@@ -252,8 +254,10 @@ def test_a_daemon_that_cannot_start_says_why_and_exits_2(text: str, says: str, t
 
 
 def test_a_second_daemon_is_refused_and_the_first_goes_on(config: Path) -> None:
-    with Serve(config) as daemon, Serve(write_other(config)) as second:
-        assert second.process.wait(30) == 2 if daemon.ready() else False
+    with Serve(config) as daemon:
+        daemon.ready()
+        with Serve(write_other(config)) as second:
+            assert second.process.wait(30) == 2
         assert any("another daemon serves" in line for line in second.lines)
         assert lmc("ping", "--config", config).exit_code == 0
         assert daemon.stop() == 0

@@ -211,13 +211,16 @@ class Tier:
         return self._pool.submit_load(Task(run, done, lambda: None))
 
     def remove(self, keys: Sequence[ChunkKey], reason: str) -> None:
-        """Delete records in the background."""
+        """Delete records: not offered from now on, gone from the store in the background."""
+        gone = [key for key in keys if self.ledger.forget(key)]
+        self._report_evicted(gone, reason)
 
         def run() -> Callable[[], None]:
-            for key in keys:
-                self._remove(key, reason)
+            for key in gone:
+                if key not in self.known:  # else it has been stored again
+                    self._call("remove", partial(self.backend.remove, key))
             left = {key[:SHARD_ID_NBYTES] for key in list(self.known)}
-            for shard_id in {key.shard_id for key in keys} - left:
+            for shard_id in {key.shard_id for key in gone} - left:
                 self._remove_manifest(shard_id)
             return lambda: None
 
