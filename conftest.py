@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ DOES_NOT_APPLY = "does not apply: "
 """How it begins for a law of the conformance kit that says nothing about the plugin."""
 
 LEFTOVER_TIMEOUT_S = 2.0
+INSTALLED = (sys.prefix, str(Path(__file__).parent))
+"""Where libraries keep fonts and the like open; the checkout itself may lie in the temporary folder."""
 SHARED_THREADS = frozenset({"tqdm_monitor"})
 """Threads that a library starts once per process and never ends."""
 
@@ -87,6 +90,6 @@ def _open_files() -> set[str]:
             target = os.readlink(fd)
         except OSError:
             continue  # closed meanwhile, such as the descriptor of this listing
-        if target.startswith(temporary):
+        if target.startswith(temporary) and not target.startswith(INSTALLED):
             opened.add(f"fd {fd.name} {target}")
     return opened

@@ -134,9 +134,10 @@ class Offer:
     def _pinned(self) -> float:
         """Offer with every record pinned; percent of the drops that were counted."""
         chains = [new_chain(self.model, BATCH) for _ in range(self.slots // BATCH)]
-        for chain in chains:
+        held = 0
+        for chain in chains:  # pinned one by one: the policy may keep older records that were used before newer ones
             ended(self.cache.store(chain, self.shard, range(BATCH), self.pages, self.block_ids).wait(TIMEOUT_S))
-        held = sum(self.cache.pin(chain) for chain in chains)
+            held += self.cache.pin(chain)
         assert held == self.slots, f"{held} of {self.slots} records are pinned"
         before = self._drops()
         stored, _ = self._offer(wait=True)

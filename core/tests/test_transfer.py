@@ -316,9 +316,13 @@ def test_a_stuck_thread_for_loads_is_replaced_by_one_for_loads(open_pool: Open) 
     stores = [Probe(blocks=True) for _ in range(3)]
     for store in stores:
         assert pool.submit_store(store.task)
-    load = Probe()
-    assert pool.submit_load(load.task)
-    assert load.completed.wait(5)
+    until(lambda: any(store.started.is_set() for store in stores))
+    for _ in range(50):  # a thread that serves both would sooner or later begin a store in between
+        load = Probe()
+        assert pool.submit_load(load.task)
+        assert load.completed.wait(5)
+        pool.drain(0.001)
+    assert sum(store.started.is_set() for store in stores) == 1
     open_gates(stores)
 
 

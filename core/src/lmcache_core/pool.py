@@ -321,7 +321,9 @@ class Pool:
         return slots
 
     def _left_for_stores(self, count: int, slot_nbytes: int) -> int:
-        """At most `count`, so that a share of the slots stays free or evictable for loads."""
+        """At most `count`, so that a share of the slots stays free or evictable for loads, where there can be any."""
+        if not self.tiers:
+            return count
         total = self.slab.capacity_nbytes // slot_nbytes
         used = sum(e.slots - len(e.free) for e in self.slab.extents.values() if e.slot_nbytes == slot_nbytes)
         left = total - total // _STAGING_SHARE - used

@@ -52,7 +52,7 @@ def _demo(options: argparse.Namespace) -> int:
 
     from . import screen
 
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=110)  # a log has no width of its own
     with ExitStack() as stack:
         config = options.config or _own_config(options.cache_dir, options.socket, stack)
         with console.status("preparing the model (the first time takes about 20 s)"):
