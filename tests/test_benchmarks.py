@@ -23,6 +23,7 @@ def test_a_ratio_above_one_means_ours_is_better_whichever_way_the_unit_runs() ->
         "% stored",
         "% counted",
         "keys/s",
+        "% of tokens",
     }
 
 
@@ -129,3 +130,17 @@ def test_an_unknown_name_is_an_error_that_names_those_there_are() -> None:
     assert refused.returncode == 2
     assert "kyes" in refused.stderr
     assert "keys" in refused.stderr
+
+
+def test_replayed_policies_find_no_more_than_there_is_and_tell_a_scan_from_a_session() -> None:
+    import bench_policies as bench
+
+    from lmcache_core.policies.lru import LRU
+    from lmcache_core.policies.s3fifo import S3FIFO
+
+    trace = list(bench.sessions(600, scans=bench.SCANS))
+    assert trace == list(bench.sessions(600, scans=bench.SCANS))
+    repeated = sum(map(len, trace)) - len({key for prompt in trace for key in prompt})
+    assert bench.hit_chunks(trace, None, 0) == repeated
+    assert bench.hit_chunks(trace, LRU(), 1 << 30) == repeated
+    assert bench.hit_chunks(trace, LRU(), 512) < bench.hit_chunks(trace, S3FIFO(), 512) < repeated

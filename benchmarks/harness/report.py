@@ -18,6 +18,7 @@ HIGHER_IS_BETTER: Final = {
     "us/chunk": False,
     "CPU-s": False,
     "keys/s": True,
+    "% of tokens": True,
 }
 """Every unit a row may have.  A ratio above 1 means that ours is better, whichever way the unit runs."""
 

@@ -99,7 +99,7 @@ def test_a_broken_configuration_does_not_hide_the_plugins_unless_it_was_named() 
     Path("lmcache.yaml").write_text("tierz: []")
     result = lmc("plugins")
     assert result.exit_code == 0
-    assert "tierz: unknown key" in result.stderr
+    assert "tierz: unknown key" in result.output
     assert "disk" in result.stdout
     assert lmc("plugins", "--config", "lmcache.yaml").exit_code == 2
 
@@ -247,6 +247,6 @@ def test_show_prints_each_value_with_its_source_and_no_secret() -> None:
         ("tiers.pool.options.token: ***", "environment variable LMCACHE__TIERS__POOL__OPTIONS__TOKEN"),
     ):
         assert expected in lines
-    assert "no backend 'not-installed' is installed" in result.stderr
+    assert "no backend 'not-installed' is installed" in result.output
     as_json = json.loads(lmc("config", "show", "--json", SECRET="x").stdout)
     assert {"path": "chunk_tokens", "value": "256", "source": "default"} in as_json

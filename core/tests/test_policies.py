@@ -1,10 +1,11 @@
-"""LRU and S3-FIFO: they keep the laws, and each does what it is chosen for."""
+"""The eviction policies: they keep the laws, and each does what it is chosen for."""
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,18 +13,37 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lmcache_core.keys import ChunkKey
+from lmcache_core.policies._line import Line
+from lmcache_core.policies.arc import ARC
+from lmcache_core.policies.fifo import FIFO
+from lmcache_core.policies.lfu import LFU
 from lmcache_core.policies.lru import LRU
 from lmcache_core.policies.s3fifo import S3FIFO
 from lmcache_core.policy import EvictionPolicy, Item
 from lmcache_core.testing.policy_laws import PolicyLaws, Records, policy_key
 
-BOTH = pytest.mark.parametrize("policy", [LRU, S3FIFO])
+EACH = pytest.mark.parametrize("policy", [ARC, FIFO, LFU, LRU, S3FIFO])
 NewPolicy = Callable[[], EvictionPolicy]
 
 
 class TestLRU(PolicyLaws):
     def new_policy(self) -> EvictionPolicy:
         return LRU()
+
+
+class TestARC(PolicyLaws):
+    def new_policy(self) -> EvictionPolicy:
+        return ARC()
+
+
+class TestFIFO(PolicyLaws):
+    def new_policy(self) -> EvictionPolicy:
+        return FIFO()
+
+
+class TestLFU(PolicyLaws):
+    def new_policy(self) -> EvictionPolicy:
+        return LFU()
 
 
 class TestS3FIFO(PolicyLaws):
@@ -53,7 +73,7 @@ def test_lru_names_the_longest_unused_first() -> None:
     assert order(policy, 4) == [c, d, a, b]
 
 
-@BOTH
+@EACH
 def test_asking_for_victims_changes_nothing(policy: NewPolicy) -> None:
     asked, left_alone = policy(), policy()
     choose = random.Random(5)
@@ -179,7 +199,99 @@ def test_s3fifo_asks_no_more_for_records_that_were_used_a_thousand_times() -> No
     assert records.asked <= 5 * 10
 
 
-# Both, against a model.
+# FIFO, LFU, ARC.
+
+
+def test_fifo_names_what_was_stored_first_whatever_is_used() -> None:
+    policy = FIFO()
+    a, b, c = put(policy, *"abc")
+    policy.on_get(a)
+    put(policy, "a")
+    assert order(policy, 3) == [a, b, c]
+
+
+def test_lfu_names_what_was_used_least_and_of_equals_the_longest_unused() -> None:
+    policy = LFU()
+    a, b, c, d = put(policy, *"abcd")
+    for key in (a, b, a, b, d):
+        policy.on_get(key)
+    put(policy, "c")
+    assert order(policy, 4) == [c, d, a, b]
+
+
+def test_lfu_lets_old_fame_fade_as_others_leave() -> None:
+    policy, records = LFU(), Records(LFU())
+    records.policy = policy
+    famous = records.put("famous")
+    for _ in range(1000):
+        policy.on_get(famous)
+    left_after = 0
+    while famous in records.nbytes:
+        left_after += 1
+        key = records.put(("newer", left_after))
+        policy.on_get(key)
+        policy.on_get(key)
+        records.evict(1000)
+    assert 5 < left_after < 50
+
+
+def test_lfu_counts_no_further_than_its_limit() -> None:
+    policy = LFU()
+    once, often = put(policy, "once", "often")
+    for _ in range(1000):
+        policy.on_get(often)
+    assert set(policy._lines) == {0, 15}
+    policy.on_remove(once)
+    assert set(policy._lines) == {15}
+
+
+def test_arc_keeps_what_is_hot_through_scans() -> None:
+    possible = 12 * 120 - 60
+    assert hits(ARC(), 100, with_scans()) > 0.9 * possible
+
+
+def test_arc_gives_room_to_whichever_line_was_too_short() -> None:
+    policy = ARC()
+    policy_records = Records(policy)
+    for name in range(10):
+        policy_records.put(name)
+    for key in policy_records.evict(5000):
+        policy_records.put(key)  # comes back under another name: not remembered
+    assert policy._target == 0
+    returning = policy_records.evict(1000)
+    policy.on_put(Item(returning[0], 0, 1000))
+    assert policy._target > 0
+    assert returning[0] in policy._again._waiting
+    policy.on_remove(returning[0])
+    policy.on_put(Item(returning[0], 0, 1000))  # left the second line and comes back: that one was too short
+    assert policy._target == 0
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_arc_remembers_no_more_keys_than_it_has_records(used: bool) -> None:
+    policy = ARC()
+    for number in range(10_000):
+        (key,) = put(policy, number)
+        if used:
+            policy.on_get(key)
+        policy.on_remove(key)
+    assert len(policy._left_once) + len(policy._left_again) == 64
+
+
+# Each, against a model.
+
+
+def lines_of(policy: Any) -> list[Line]:
+    match policy:
+        case ARC():
+            return [policy._once, policy._again]
+        case LFU():
+            assert all(len(line) for line in policy._lines.values())
+            return list(policy._lines.values())
+        case S3FIFO():
+            return [policy._small, policy._main]
+        case _:
+            return [policy._line]
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -187,7 +299,7 @@ class PolicyMachine(RuleBasedStateMachine):
 
     names = st.integers(0, 12)
 
-    @initialize(policy=st.sampled_from((LRU, S3FIFO)))
+    @initialize(policy=st.sampled_from((ARC, FIFO, LFU, LRU, S3FIFO)))
     def open(self, policy: type[EvictionPolicy]) -> None:
         self.records = Records(policy())
         self.recency: OrderedDict[ChunkKey, None] = OrderedDict()
@@ -236,7 +348,7 @@ class PolicyMachine(RuleBasedStateMachine):
             return
         records = self.records
         policy = records.policy
-        for line in (policy._line,) if isinstance(policy, LRU) else (policy._small, policy._main):  # type: ignore[attr-defined]
+        for line in lines_of(policy):
             assert line.nbytes == sum(node.nbytes for node in (*line._waiting.values(), *line._aside.values()))
         free = [key for key in self.recency if key not in records.pinned]
         nbytes = sum(records.nbytes[key] for key in free)

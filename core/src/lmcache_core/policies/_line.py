@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from ..keys import ChunkKey
@@ -67,6 +67,13 @@ class Line:
             return
         node.place = next(self._places)
 
+    def resize(self, key: ChunkKey, nbytes: int) -> None:
+        """Another size in the same place."""
+        node = self.get(key)
+        if node is not None:
+            self.nbytes += nbytes - node.nbytes
+            node.nbytes = nbytes
+
     def remove(self, key: ChunkKey) -> Node | None:
         node = self._waiting.pop(key, None) or self._aside.pop(key, None)
         if node is not None:
@@ -106,3 +113,32 @@ class Line:
         for key, node in sorted(back, key=lambda pair: -pair[1].place):
             self._waiting[key] = node
             self._waiting.move_to_end(key, last=False)
+
+
+def oldest(
+    lines: Sequence[Line], nbytes: int, is_pinned: IsPinned, choose: Callable[[], Line | None]
+) -> list[ChunkKey]:
+    """The first records of the lines that `choose` names one by one, which free `nbytes`; empty if they do not.
+
+    All stay in their places.
+    """
+    chosen: list[ChunkKey] = []
+    taken_from: list[tuple[Line, tuple[ChunkKey, Node]]] = []
+    looked = False
+    while nbytes > 0:
+        line = choose()
+        if not looked and (line is None or any(each.stale for each in lines)):
+            for each in lines:
+                each.look_again(is_pinned)
+            looked = True
+            continue
+        if line is None:
+            break
+        taken = line.take(is_pinned)
+        if taken is not None:
+            taken_from.append((line, taken))
+            chosen.append(taken[0])
+            nbytes -= taken[1].nbytes
+    for line in lines:
+        line.put_back([taken for owner, taken in taken_from if owner is line])
+    return chosen if nbytes <= 0 else []

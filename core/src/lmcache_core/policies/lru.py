@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ..keys import ChunkKey
 from ..policy import EvictionPolicy, Item
-from ._line import Line, Node
+from ._line import Line, Node, oldest
 
 
 class LRU(EvictionPolicy):
@@ -28,18 +28,4 @@ class LRU(EvictionPolicy):
         self._line.remove(key)
 
     def victims(self, nbytes: int, is_pinned: Callable[[ChunkKey], bool]) -> list[ChunkKey]:
-        line = self._line
-        chosen: list[tuple[ChunkKey, Node]] = []
-        looked = False
-        while nbytes > 0:
-            if not looked and (line.stale or not line.waits):
-                line.look_again(is_pinned)
-                looked = True
-            taken = line.take(is_pinned)
-            if taken is not None:
-                chosen.append(taken)
-                nbytes -= taken[1].nbytes
-            elif looked:
-                break
-        line.put_back(chosen)
-        return [key for key, _ in chosen] if nbytes <= 0 else []
+        return oldest([self._line], nbytes, is_pinned, lambda: self._line if self._line.waits else None)
