@@ -24,3 +24,15 @@ def _loop_of_the_process() -> None:
         loop.set_default_executor(helpers)
 
     asyncio.run_coroutine_threadsafe(adopt(), loop).result(30)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the law over histories, which opens a store eighty times, where that takes minutes."""
+    left_out = [
+        item
+        for item in items
+        if isinstance(item, pytest.Function) and getattr(item.cls, "slow_to_open", False) and "history" in item.name
+    ]
+    if left_out:
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)

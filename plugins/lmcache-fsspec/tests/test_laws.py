@@ -49,6 +49,8 @@ class TestMemory(BackendLaws):
 class ServerLaws(BackendLaws):
     """The laws on a server, which is started again after a law that killed it."""
 
+    slow_to_open: ClassVar[bool] = False
+    """Its client takes a second to make: see conftest.py."""
     new_server: ClassVar[Callable[[Path], servers.Server]]
     server: ClassVar[servers.Server]
 
@@ -101,6 +103,7 @@ class TestWebdav(ServerLaws):
 
 @pytest.mark.filterwarnings(BIG_BODY)
 class TestS3(ServerLaws):
+    slow_to_open = True
     new_server = staticmethod(servers.s3)
 
     def open_backend(self, context: Context) -> FsspecBackend:
@@ -114,6 +117,7 @@ class TestS3(ServerLaws):
 
 @pytest.mark.filterwarnings(BIG_BODY)
 class TestGcs(ServerLaws):
+    slow_to_open = True
     new_server = staticmethod(servers.gcs)
 
     def open_backend(self, context: Context) -> FsspecBackend:
@@ -135,6 +139,7 @@ class TestGcs(ServerLaws):
 
 @pytest.mark.filterwarnings(BIG_BODY)
 class TestAzure(ServerLaws):
+    slow_to_open = True
     new_server = staticmethod(servers.azure)
 
     def open_backend(self, context: Context) -> FsspecBackend:

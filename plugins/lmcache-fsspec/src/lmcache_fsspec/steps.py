@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from lmcache_core import ChunkCorrupt
+from lmcache_core import BackendUnavailable, ChunkCorrupt
 
 from .faults import ABSENT, is_absence
 from .names import is_file, parent
 
 T = TypeVar("T")
+_TRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,29 +94,40 @@ def read(path: str, limit: int) -> Steps[Any]:
     Asks for the length first, so that no foreign file of any length is fetched; not by a range, since servers differ
     in what they say to one that goes beyond the end.
     """
-    nbytes = yield from size(path)
-    if nbytes is None:
-        return None
-    if nbytes > limit:
-        raise ChunkCorrupt(f"{path} has {nbytes} bytes, at most {limit} were expected")
-    try:
-        data = yield call("cat_file", path)
-    except Exception as error:  # removed since, in the words of a client that has no FileNotFoundError
-        if is_absence(error):
+    refused: Exception | None = None
+    for _ in range(_TRIES):
+        nbytes = yield from size(path)
+        if nbytes is None:
             return None
-        raise
-    return data
+        if nbytes > limit:
+            raise ChunkCorrupt(f"{path} has {nbytes} bytes, at most {limit} were expected")
+        try:
+            data = yield call("cat_file", path)
+        except Exception as error:
+            if not is_absence(error):
+                raise
+            refused = error  # removed or replaced just then; or a client that calls every fault absence
+        else:
+            return data
+    raise BackendUnavailable(f"{path} is there and cannot be read") from refused
 
 
 def remove(path: str) -> Steps[bool]:
     """Remove the file; whether it was there."""
-    if (yield from size(path)) is None:
-        return False
-    try:
-        yield call("rm_file", path)
-    except ABSENT:
-        return False
-    return True
+    refused: Exception | None = None
+    for _ in range(_TRIES):
+        if (yield from size(path)) is None:
+            return False
+        try:
+            yield call("rm_file", path)
+        except Exception as error:
+            if is_absence(error):
+                return False
+            refused = error  # is it there at all?  Not every client says so
+        else:
+            return True
+    assert refused is not None
+    raise refused
 
 
 def put(path: str, data: Any) -> Steps[None]:
