@@ -155,7 +155,7 @@ def minimums(session: nox.Session, package: Path) -> None:
     session.install("-c", str(constraints), f"{wheels[0]}[testing]", *wheels[1:], *tools)
     settings = constraints.with_name("pytest.ini")  # ours asks for a newer pytest than the kit does
     settings.write_text("[pytest]\n")
-    place = ("-c", str(settings), "--rootdir", str(ROOT), "--confcutdir", str(ROOT))
+    place = ("-c", str(settings), "--rootdir", str(ROOT), "--confcutdir", str(ROOT), "-p", "no:threadexception")
     session.run("pytest", "-q", *place, *session.posargs, str(package / "tests"))
 
 

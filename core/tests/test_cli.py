@@ -79,6 +79,9 @@ def test_the_plugins_of_core_are_listed_and_load() -> None:
         ("backends", "disk"),
         ("devices", "cpu"),
         ("codecs", "identity"),
+        ("policies", "arc"),
+        ("policies", "fifo"),
+        ("policies", "lfu"),
         ("policies", "lru"),
         ("policies", "s3fifo"),
         ("hooks", "log"),
@@ -248,5 +251,6 @@ def test_show_prints_each_value_with_its_source_and_no_secret() -> None:
     ):
         assert expected in lines
     assert "no backend 'not-installed' is installed" in result.output
-    as_json = json.loads(lmc("config", "show", "--json", SECRET="x").stdout)
+    printed = lmc("config", "show", "--json", SECRET="x").output
+    as_json = json.loads(printed[printed.index("[\n") :])  # behind the warning
     assert {"path": "chunk_tokens", "value": "256", "source": "default"} in as_json

@@ -12,7 +12,7 @@ from lmcache_core.spelling import did_you_mean
 
 COMMANDS: Final = {
     "clear": (".control:clear", "Remove one namespace, or everything, from a daemon."),
-    "config": (".config", "Check, show or begin a configuration file."),
+    "config": (".config", "Check, show, begin or migrate a configuration file."),
     "conform": (".conform", "Run the conformance laws on a plugin."),
     "drain": (".control:drain", "Have a daemon write what is not written, and take no new stores."),
     "key": (".key", "Print the keys of a prompt's chunks."),

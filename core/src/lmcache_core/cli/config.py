@@ -1,4 +1,4 @@
-"""`lmc config`: check, show or begin a configuration file."""
+"""`lmc config`: check, show, begin or migrate a configuration file, and its schema."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 
 from lmcache_core import plugins
 from lmcache_core.backend import NoOptions
@@ -25,10 +26,14 @@ from lmcache_core.config import (
     TierConfig,
     find_config,
     load_config,
+    parse_config,
     settings,
 )
 from lmcache_core.errors import CacheError, PluginError
+from lmcache_core.nodes import MAX_TEXT_NBYTES
 from lmcache_core.options import Origins
+
+from . import incumbent, schema
 
 STARTER = """\
 # Configuration of an LMCache Core cache.  `lmc config check` checks it, `lmc config show` prints what is in effect.
@@ -71,7 +76,7 @@ def _one(option: Path | None, file: Path | None) -> Path | None:
     return option if option is not None else file
 
 
-@click.group("config", help="Check, show or begin a configuration file.")
+@click.group("config", help="Check, show, begin or migrate a configuration file.")
 def command() -> None:
     pass
 
@@ -119,6 +124,69 @@ def init(path: Path, force: bool) -> None:
     except OSError as error:
         raise CacheError(f"{path}: cannot be written: {error.strerror}") from error
     click.echo(f"wrote {path}; check it with: lmc config check --config {path}")
+
+
+@command.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), help="A new file to write; else standard output.")
+def migrate(path: Path, output: Path | None) -> None:
+    """Make a configuration of the YAML file of an LMCache 0.5 (in-process), and say what has no counterpart."""
+    theirs = _their_values(path)
+    made = incumbent.migrate(theirs)
+    text = _migrated_text(path, made)
+    parse_config(text, "the migrated configuration", dict.fromkeys(made.environ, "x"))
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        try:
+            with output.open("x", encoding="utf-8") as stream:
+                stream.write(text)
+        except FileExistsError as error:
+            raise CacheError(f"{output}: is there already") from error
+        except OSError as error:
+            raise CacheError(f"{output}: cannot be written: {error.strerror}") from error
+    for note in made.notes:
+        click.echo(f"not carried over: {note.key}: {note.value}: {note.why}", err=True)
+    for variable in made.environ:
+        click.echo(f"set in the environment: {variable} (secrets do not stand in the file)", err=True)
+
+
+@command.command("schema")
+def print_schema() -> None:
+    """Print a JSON Schema of the configuration file, with the options of each installed backend, for editors."""
+    backends: dict[str, type] = {}
+    for offer in plugins.discover(plugins.BACKENDS):
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                backends[offer.name] = plugins.load(plugins.BACKENDS, offer.name).Options
+        except PluginError as error:
+            click.echo(f"warning: the options of {offer.name} are left open: {error}", err=True)
+    click.echo(json.dumps(schema.schema(backends), indent=1))
+
+
+def _their_values(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_TEXT_NBYTES + 1)
+        if len(raw) > MAX_TEXT_NBYTES:
+            raise CacheError(f"{path}: larger than the limit of {MAX_TEXT_NBYTES} bytes")
+        values = yaml.safe_load(raw)
+    except OSError as error:
+        raise CacheError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CacheError(f"{path}: is not YAML: {' '.join(str(error).split())[:300]}") from error
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise CacheError(f"{path}: the configuration must be a mapping (key: value)")
+    return values
+
+
+def _migrated_text(path: Path, made: incumbent.Migration) -> str:
+    lines = [f"# Made from {path.name} by `lmc config migrate`; check it with `lmc config check`."]
+    lines += ["# What the other cache has stored is not read: this one begins empty."]
+    lines += [f"# Needs the environment variable {variable}." for variable in made.environ]
+    lines += ["# Not carried over:"] if made.notes else []
+    lines += [f"#   {note.key}: {note.value}: {note.why}".replace("\n", " ") for note in made.notes]
+    return "\n".join(lines) + "\n" + yaml.safe_dump(made.config, sort_keys=False, allow_unicode=True)
 
 
 def _problems(config: CacheConfig) -> Iterator[str]:
