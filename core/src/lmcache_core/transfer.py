@@ -210,8 +210,7 @@ class TransferPool:
                 if self._closing or not self._vacant:
                     self._workers.discard(threading.current_thread())
                     return
-                loads_only = max(self._vacant)
-                self._vacant.remove(loads_only)
+                loads_only = self._vacant.pop()
 
     def _next(self, loads_only: bool) -> Task | None:
         """The next task for this thread, which is now running; `None` when the pool closes."""
