@@ -417,3 +417,29 @@ def test_a_tier_that_stalls_holds_up_neither_stores_nor_lookups():  # S30
         assert faulty.stalled.acquire(blocking=False), "while the tier hangs in its first write"
         assert not cache._pool.tiers[0].status().records
         faulty.release_stalls()
+
+
+def test_a_store_that_always_answers_too_late_is_left_alone():
+    faulty = FaultBackend(DictBackend(), rates={Fault.STALL: 1.0}, verbs=["put"])
+    with open_local([faulty], timeout_s=0.02) as cache:
+        for seed in range(3):
+            store(cache, chain(1, seed=seed))
+            assert until(lambda least=seed + 1: cache.metrics.count("drops", reason="late") >= least)
+        assert breaker(cache) == "open"
+        faulty.release_stalls()
+        assert cache._pool.tiers[0].drain(5)
+        assert until(lambda: cache._pool.usage()[1] == 0)
+        assert breaker(cache) == "open", "an answer that came too late is no success"
+
+
+def test_a_manifest_is_written_beside_an_encoded_record_and_not_over_it():
+    class Kept(DictBackend):
+        api_version = (1, 0)
+        traits = Traits(persistent=True)
+
+    first = Kept()
+    with open_local([first], codec=Xor(), codec_name="xor") as cache:
+        store(cache, chain(3))
+        assert cache.drain(5)
+    with open_local([Kept(store=first.store)], codec=Xor(), codec_name="xor") as cache:
+        assert load(cache, chain(3))[1].ok_chunks == 3

@@ -203,10 +203,14 @@ class Tier:
 
         def run() -> Callable[[], None]:
             found = self._call("contains_prefix", lambda: self.backend.contains_prefix(keys, timeout_s=self.timeout_s))
-            self._count_health("contains_prefix", keys, [found])
             if isinstance(found, int):
                 self.ledger.learn_new((key, record_nbytes) for key in keys[:found])
-            return done
+
+            def complete() -> None:
+                self._count_health("contains_prefix", keys, [found])
+                done()
+
+            return complete
 
         return self._pool.submit_load(Task(run, done, lambda: None))
 
@@ -275,10 +279,10 @@ class Tier:
         got = self._call("get_many", lambda: self.backend.get_many(keys, views, timeout_s=self.timeout_s))
         results: Sequence[GetResult] = got if isinstance(got, list) else [got] * len(batch)
         answers = [self._check(*parts) for parts in zip(batch, views, results, strict=True)]
-        self._count_health("get", keys, results)
         seconds = time.monotonic() - started
 
         def complete() -> None:
+            self._count_health("get", keys, results)
             self._metrics.observe("tier_read_seconds", seconds, tier=self.name)
             for item, (found, reason) in zip(batch, answers, strict=True):
                 self._metrics.add("tier_reads", tier=self.name, result=reason.partition(":")[0] or "ok")
@@ -322,14 +326,17 @@ class Tier:
     def _run_store(self, batch: list[StoreItem]) -> Callable[[], None]:
         started = time.monotonic()
         results: list[str] = []
+        answers: list[tuple[list[ChunkKey], list[object]]] = []
         if self._sealer.codec_name == "identity":
-            results = self._put(batch, [self._sealer.seal(item.record, item.layout) for item in batch])
+            results = self._put(batch, [self._sealer.seal(item.record, item.layout) for item in batch], answers)
         else:
             for item in batch:
-                results += self._put([item], [self._sealer.seal(item.record, item.layout)])
+                results += self._put([item], [self._sealer.seal(item.record, item.layout)], answers)
         seconds = time.monotonic() - started
 
         def complete() -> None:
+            for keys, outcome in answers:
+                self._count_health("put", keys, outcome)
             self._metrics.observe("tier_write_seconds", seconds, tier=self.name)
             stored = [item for item, reason in zip(batch, results, strict=True) if not reason]
             nbytes = sum(item.record.nbytes for item in stored)
@@ -345,8 +352,13 @@ class Tier:
 
         return complete
 
-    def _put(self, batch: list[StoreItem], records: list[memoryview]) -> list[str]:
-        """Write records that are not there yet; "" or why not for each."""
+    def _put(
+        self,
+        batch: list[StoreItem],
+        records: list[memoryview],
+        answers: list[tuple[list[ChunkKey], list[object]]],
+    ) -> list[str]:
+        """Write records that are not there yet; "" or why not for each.  What the store answered goes to `answers`."""
         reasons = [""] * len(batch)
         wanted: list[int] = []
         limit = self.backend.traits.max_nbytes
@@ -373,7 +385,7 @@ class Tier:
             views = [records[index] for index in wanted]
             put = self._call("put_many", partial(self.backend.put_many, keys, views, timeout_s=self.timeout_s))
             results = put if isinstance(put, list) else [put] * len(wanted)
-            self._count_health("put", keys, results)
+            answers.append((keys, results))
             full: list[int] = []
             self.ledger.unreserve(nbytes)
             for index, result in zip(wanted, results, strict=True):
