@@ -146,7 +146,8 @@ def minimums(session: nox.Session, package: Path) -> None:
     tools = [*extras(package, "testing"), *dependency_group(package, "test")]
     floors = lowest(core, "testing") | lowest(core) | lowest_of(tools) | lowest(package)
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
-    rest = [line for line in pinned if "==" in line and name_of(line) not in floors]
+    direct = {name_of(each) for each in (*tools, *project(package)["dependencies"])} - set(floors)
+    rest = [line for line in pinned if name_of(line) in direct]
     constraints = empty_folder(session) / "constraints.txt"
     constraints.write_text("\n".join([*(f"{name}=={version}" for name, version in floors.items()), *rest]))
     session.log("lowest: %s", ", ".join(constraints.read_text().splitlines()))
