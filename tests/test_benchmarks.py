@@ -24,6 +24,7 @@ def test_a_ratio_above_one_means_ours_is_better_whichever_way_the_unit_runs() ->
         "% counted",
         "keys/s",
         "% of tokens",
+        "% of mean",
     }
 
 

@@ -53,9 +53,14 @@ def model_of(layout: Layout) -> tuple[Model, Shard]:
 
 
 def new_chain(model: Model, chunks: int) -> Chain:
-    """The chain of a prompt that no other shares a chunk with."""
+    """The chain of a prompt that no other of this process shares a chunk with."""
+    return chain_from(model, chunks, 1_000_000 + next(_prompts))
+
+
+def chain_from(model: Model, chunks: int, first_token: int) -> Chain:
+    """The chain of a prompt that begins with that token."""
     tokens = np.arange(chunks * CHUNK_TOKENS, dtype=np.uint32)
-    tokens[0] = 1_000_000 + next(_prompts)
+    tokens[0] = first_token
     return Chain.of(model, tokens)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .peer import Missing, Peer
+from .peer import Missing, Peer, PeerFailed
 from .report import Must, Row, row_of
 
 MiB: Final = 1 << 20
@@ -106,7 +106,7 @@ def paired(
     if case and isinstance(peer, Peer):
         refused = peer.setup(case, **arguments)
         if refused is None:
-            present["peer"] = lambda: peer.round(case)
+            present["peer"] = lambda: _round_of(peer, case, missing)
         else:
             missing.append(f"no peer: {refused.reason}")
     elif case and isinstance(peer, Missing):
@@ -116,6 +116,17 @@ def paired(
     if case and "peer" in present and isinstance(peer, Peer):
         peer.end(case)
     return Paired(samples, load, "; ".join(missing))
+
+
+def _round_of(peer: Peer, case: str, missing: list[str]) -> Timings:
+    """A round of the peer; one that it fails has no figures, and the reason is kept."""
+    try:
+        return peer.round(case)
+    except PeerFailed as error:
+        reason = f"the peer failed a round: {error}"[:200]
+        if reason not in missing:
+            missing.append(reason)
+        return {}
 
 
 def interleave(sides: Mapping[str, Callable[[], Timings]], rounds: int) -> dict[str, Samples]:

@@ -19,6 +19,10 @@ HIGHER_IS_BETTER: Final = {
     "CPU-s": False,
     "keys/s": True,
     "% of tokens": True,
+    "KB": False,
+    "MiB": False,
+    "s": False,
+    "% of mean": True,
 }
 """Every unit a row may have.  A ratio above 1 means that ours is better, whichever way the unit runs."""
 

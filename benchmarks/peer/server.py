@@ -1,8 +1,8 @@
 """Measure the peer, LMCache 0.5.6, on command: a JSON request per line on stdin, a JSON answer per line on stdout.
 
-Runs on the peer's own Python, alone.  A request names a case (keys, memory, disk, lookup, pressure) and a verb: `setup`
-with its arguments, `round` for one measured round, `end`.  Every case drives the peer's own public classes the way its
-own callers do, with the same bytes as our side, and checks them after loading, outside the measured time.
+Runs on the peer's own Python, alone.  A request names a case (one of CASES) and a verb: `setup` with its arguments,
+`round` for one measured round, `end`.  Every case drives the peer's own public classes the way its own callers do, with
+the same bytes as our side, and checks them after loading, outside the measured time.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import importlib
 import json
 import os
 import select
+import socket
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 GiB = 1 << 30
@@ -225,6 +228,135 @@ class Resp(Adapter):
         super().__init__(spec, chunk_nbytes, chunks)
 
 
+class Server:
+    """Its multiprocess server, `lmcache server`, and one client: the client of `lmcache bench server --mode cpu`.
+
+    Without `store` each round only looks the same prompt up, `lookups` times.
+    """
+
+    def __init__(self, transfer: str, shape: str, tokens: int, l1_gib: float, lookups: int, store: bool) -> None:
+        torch: Any = importlib.import_module("torch")
+
+        self.torch = torch
+        (config_class,) = load("lmcache.cli.commands.bench.server_bench.config", "BenchConfig")
+        (client_class,) = load("lmcache.cli.commands.bench.server_bench.client", "ServerBenchClient")
+        port, http_port = free_port(), free_port()
+        command = [os.path.join(os.path.dirname(sys.executable), "lmcache"), "server", "--port", str(port)]
+        command += ["--http-port", str(http_port), "--l1-size-gb", str(l1_gib), "--no-l1-use-lazy"]
+        command += ["--shm-name", f"lmcache-bench-{os.getpid()}-{port}", "--supported-transfer-mode", "auto"]
+        command += ["--eviction-policy", "LRU", "--disable-observability"]
+        # Its output goes to a file that nobody reads: a pipe could fill.
+        self.server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            self._wait_for(port)
+            config = config_class(
+                rpc_url=f"tcp://localhost:{port}",
+                http_url=f"http://localhost:{http_port}",
+                mode="cpu",
+                transfer_mode=transfer,
+                tp_size=1,
+                use_mla=False,
+                num_tokens=tokens,
+                kvcache_shape_spec=shape,
+                num_blocks=1024,
+                block_size=16,
+            )
+            self.client = client_class(config, lambda line: None)
+            self.client.start()
+        except BaseException:
+            self.server.kill()
+            self.server.wait()
+            raise
+        self.lookups = lookups
+        self.store = store
+        self.number = 0
+        self.asked = 0
+        if not store:
+            self.number = 1
+            self._store(self._request(1))
+
+    def _wait_for(self, port: int) -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if self.server.poll() is not None:
+                raise RuntimeError(f"its server ended with {self.server.returncode}")
+            with socket.socket() as probe:
+                if probe.connect_ex(("localhost", port)) == 0:
+                    return
+            time.sleep(0.1)
+        raise RuntimeError("its server does not listen")
+
+    def _request(self, number: int) -> Any:
+        self.asked += 1
+        return self.client.create_request(number, f"request-{self.asked}", "bench")
+
+    def _store(self, request: Any) -> float:
+        missed = self.client.lookup(request)
+        assert missed.is_full_miss, missed
+        stored = self.client.store(request, 0, request.num_full_tokens)
+        assert stored.succeeded, stored
+        self.client.end_session(request)
+        deadline = time.monotonic() + 20
+        while True:  # what it stored can be found a little later
+            asked = self._request(request.sequence_id)
+            found = self.client.lookup(asked)
+            self.client.end_session(asked)
+            if found.is_full_hit:
+                return float(stored.latency_ms) / 1e3
+            assert time.monotonic() < deadline, f"stored, and not found: {found}"
+            time.sleep(0.05)
+
+    def _blocks(self, request: Any) -> list[Any]:
+        (worker,) = self.client._workers
+        return [t.narrow(1, request.block_offset, request.num_blocks) for t in worker.kv_caches.values()]
+
+    def round(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        if self.store:
+            self.number += 1
+            figures["store"] = self._store(self._request(self.number))
+        taken = []
+        for left in reversed(range(self.lookups)):
+            request = self._request(self.number)
+            found = self.client.lookup(request)
+            assert found.is_full_hit, found
+            taken.append(found.latency_ms / 1e3)
+            if left:
+                self.client.end_session(request)
+        taken.sort()
+        figures |= {"lookup": taken[len(taken) // 2], "lookup p99": taken[len(taken) * 99 // 100]}
+        if self.store:
+            blocks = self._blocks(request)
+            before = [block.clone() for block in blocks]
+            for block in blocks:
+                block.zero_()
+            loaded = self.client.retrieve(request, 0, request.num_full_tokens)
+            assert loaded.succeeded, loaded
+            figures["load"] = loaded.latency_ms / 1e3
+            for block, wanted in zip(blocks, before, strict=True):
+                assert self.torch.equal(block.view(self.torch.uint8), wanted.view(self.torch.uint8)), "wrong bytes"
+        self.client.end_session(request)
+        return figures
+
+    def end(self) -> None:
+        self.client.close()
+        self.server.terminate()
+        try:
+            self.server.wait(10)
+        except subprocess.TimeoutExpired:
+            self.server.kill()
+            self.server.wait()
+        for left in (f"lmcache_kv_{os.getpid()}_*", f"*lmcache-bench-{os.getpid()}-*"):
+            for path in Path("/dev/shm").glob(left):
+                path.unlink()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return int(sock.getsockname()[1])
+
+
 def storage_manager(capacity_gib: float, *arguments: str) -> Any:
     """The multiprocess server's StorageManager with one memory level."""
     add_arguments, parse = load("lmcache.v1.distributed.config", "add_storage_manager_args", "parse_args_to_config")
@@ -305,6 +437,7 @@ CASES: dict[str, Any] = {
     "resp": Resp,
     "lookup": Lookup,
     "pressure": Pressure,
+    "server": Server,
 }
 
 
