@@ -314,7 +314,7 @@ def echo(nbytes: int) -> Iterator[Callable[[], float]]:
     near, far = socket.socketpair()
     message, buffer = bytes(nbytes), memoryview(bytearray(nbytes))
     command = [sys.executable, "-c", ECHO, str(far.fileno()), str(nbytes)]
-    with near, subprocess.Popen(command, pass_fds=[far.fileno()]) as process:
+    with near, subprocess.Popen(command, pass_fds=[far.fileno()]):
         far.close()
 
         def ask() -> float:
