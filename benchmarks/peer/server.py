@@ -466,6 +466,11 @@ def main() -> None:
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"[:500]}
         print(json.dumps(reply), file=answers, flush=True)
+    for case in running.values():  # whoever measured may have stopped in the middle
+        try:
+            case.end()
+        except Exception:
+            traceback.print_exc()
     # Some of the peer's threads never end: leave without waiting for them.
     os._exit(0)
 
