@@ -43,7 +43,7 @@ def serve(folder: Path, capacity_nbytes: int) -> Iterator[Served]:
     tiers = [{"name": "host", "backend": "memory", "capacity": capacity_nbytes}]
     config.write_text(json.dumps({"socket": str(socket), "tiers": tiers}))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE")}
-    command = ["nice", "-n", "-10", sys.executable, "-m", "lmcache_core.cli", "serve", "--config", str(config)]
+    command = [sys.executable, "-m", "lmcache_core.cli", "serve", "--config", str(config)]
     began = time.perf_counter()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
