@@ -233,3 +233,11 @@ def test_lists_that_belong_together_and_differ_in_length_are_refused(body):
     data = msgspec.msgpack.encode(body)
     with pytest.raises(WireError, match="different lengths"):
         list(Frames(to_client_decoder()).feed(struct.pack("<I", len(data)) + data))
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 515])
+def test_digests_come_apart_as_they_were_put_together(count: int) -> None:
+    digests = tuple(n.to_bytes(31, "little") + b"\0" for n in range(count))
+    assert split_digests(b"".join(digests)) == digests
+    with pytest.raises(WireError):
+        split_digests(b"".join(digests) + b"x")

@@ -21,6 +21,7 @@ MAX_MODELS: Final = 1024
 MAX_DEPTH: Final = 1 << 20
 """Chunks before the first of a message."""
 _LENGTH: Final = struct.Struct("<I")
+_DIGESTS: Final = struct.Struct("32s" * 64)
 Generations = Annotated[list[int], msgspec.Meta(max_length=1 << 19)]
 """Bounded, since an integer of two bytes on the wire takes forty in memory."""
 T = TypeVar("T")
@@ -320,7 +321,10 @@ def split_digests(digests: bytes) -> tuple[bytes, ...]:
     """The 32-byte digests of a message, each at most once: a prompt's chunks differ, if only by their parents."""
     if len(digests) % 32:
         raise WireError(f"{len(digests)} bytes are not whole digests of 32")
-    split = tuple(digests[at : at + 32] for at in range(0, len(digests), 32))
+    split: list[bytes] = []
+    while len(digests) - 32 * len(split) >= _DIGESTS.size:  # six times as fast as slices
+        split += _DIGESTS.unpack_from(digests, 32 * len(split))
+    split += [digests[at : at + 32] for at in range(32 * len(split), len(digests), 32)]
     if len(set(split)) != len(split):
         raise WireError("one digest twice")
-    return split
+    return tuple(split)
