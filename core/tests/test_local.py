@@ -558,3 +558,28 @@ def test_slots_of_a_copy_that_a_device_does_not_end_are_nobodys_until_it_does(op
         assert held(cache) == 0
         assert store(cache, chain(4, seed=3)).ok_chunks == 4
         cache._device = real
+
+
+def test_a_drain_behind_a_full_queue_writes_what_found_no_room_in_it(monkeypatch):
+    """What is queued goes first: tried at once, the rest would be refused, and the drain take that for a fault."""
+    go = threading.Event()
+
+    class Gated(DictBackend):
+        def put(self, key, data):
+            assert go.wait(10)
+            super().put(key, data)
+
+    backend = Gated()
+    with open_local([backend], max_queued_nbytes=2 * RECORD) as cache:
+        for n in range(12):
+            store(cache, chain(12), range(n, n + 1))
+        (tier,) = cache._pool.tiers
+        wait = tier.drain
+
+        def drain(timeout_s):
+            go.set()
+            return wait(timeout_s)
+
+        monkeypatch.setattr(tier, "drain", drain)
+        assert cache.drain(10)
+        assert not set(chain(12).keys(chain(12).model.shards[0])) - set(backend.store.records)

@@ -476,21 +476,18 @@ class Pool:
     def drain(self, timeout_s: float) -> bool:
         """Save what is not below yet, then wait for the tiers; False at the timeout."""
         deadline = time.monotonic() + timeout_s
-        looked = False
+        planned: list[tuple[int, Entry]] = []
         while True:
-            with self._lock:
-                ready = [e for e in self._index.entries.values() if e.state is State.READY]
-                planned = self._plan_writes(ready)
-            if looked and not planned:
-                return True
-            self._submit_writes(planned)
-            for tier in self.tiers:
+            for tier in self.tiers:  # first what is queued: more may find no room behind it
                 if not tier.drain(max(0.0, deadline - time.monotonic())):
                     return False
             with self._lock:
                 if planned and not any(entry.below_mask >> index & 1 for index, entry in planned):
                     return False
-            looked = True
+                planned = self._plan_writes([e for e in self._index.entries.values() if e.state is State.READY])
+            if not planned:
+                return True
+            self._submit_writes(planned)
 
     def usage(self) -> tuple[int, int, int]:
         """(records, records that are held, bytes of extents)."""
