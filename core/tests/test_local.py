@@ -22,7 +22,7 @@ from tiny import (
     until,
 )
 
-from lmcache_core import CacheError, Chain, Fence, Group, GroupKind, Hit, Layout, Model, Region, Shard
+from lmcache_core import CacheError, Chain, Fence, Group, GroupKind, Hit, Layout, Model, Region, Shard, Traits
 from lmcache_core.devices.cpu import CpuDevice
 from lmcache_core.policies.s3fifo import S3FIFO
 from lmcache_core.testing.dict_backend import DictBackend
@@ -583,3 +583,36 @@ def test_a_drain_behind_a_full_queue_writes_what_found_no_room_in_it(monkeypatch
         monkeypatch.setattr(tier, "drain", drain)
         assert cache.drain(10)
         assert not set(chain(12).keys(chain(12).model.shards[0])) - set(backend.store.records)
+
+
+def test_what_is_being_removed_is_not_found_again_before_it_is_gone():
+    """A probe of a shared store sees records that wait for their deletion: learnt from it, they would stay for good."""
+    hold, asked = threading.Event(), threading.Event()
+
+    class Shared(DictBackend):
+        traits = Traits(shared=True)
+
+        def remove(self, key):
+            assert asked.wait(10)
+            return super().remove(key)
+
+        def contains_prefix(self, keys, *, timeout_s):
+            try:
+                return super().contains_prefix(keys, timeout_s=timeout_s)
+            finally:
+                hold.set()
+
+    backend = Shared()
+    with open_local([backend]) as cache:
+        prompt = chain(4)
+        store(cache, prompt)
+        assert cache.drain(10)
+        cache._pool.clear(b"")
+        assert cache.lookup_answered(prompt, "r", timeout_s=10).chunks == 0
+        assert hold.is_set(), "the store was asked while the records were in it"
+        asked.set()
+        assert cache.drain(10)
+        assert not set(prompt.keys(prompt.model.shards[0])) & set(backend.store.records)
+        assert store(cache, prompt).ok_chunks == 4  # and it can be stored again
+        assert cache.drain(10)
+        assert set(prompt.keys(prompt.model.shards[0])) <= set(backend.store.records)

@@ -34,6 +34,7 @@ class Ledger:
         self._shares = Shares(new_policy)
         self._tenants: dict[bytes, bytes] = {}
         self._families: dict[bytes, bytes] = {}
+        self._leaving: set[bytes] = set()
 
     def belongs(self, shard_id: bytes, tenant: bytes, family_id: bytes, manifest_nbytes: int = 0) -> None:
         """Records of this shard are the tenant's and of that family; `manifest_nbytes` more are in use."""
@@ -59,16 +60,33 @@ class Ledger:
                 self.used_nbytes -= manifest_nbytes
 
     def learn(self, key: ChunkKey, nbytes: int, depth: int = 0, *, alone: bool = False) -> None:
-        """The tier has the record."""
+        """The tier has the record: it was stored."""
         with self._lock:
+            self._leaving.discard(key)
             self._learn(key, nbytes, depth, alone)
 
     def learn_new(self, records: Iterable[tuple[ChunkKey, int]]) -> None:
-        """The tier has these too; what is known already is left as it is."""
+        """The tier has these too: they were found.  What is known already, or about to be deleted, is left as it is."""
         with self._lock:
             for key, nbytes in records:
-                if key not in self.known:
+                if key not in self.known and key not in self._leaving:
                     self._learn(key, nbytes, 0, False)
+
+    def leave(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
+        """Which of `keys` were known.  They are no more, and not found either, until they have been deleted: `left`."""
+        with self._lock:
+            gone = [key for key in keys if self._forget(key)]
+            self._leaving.update(gone)
+            return gone
+
+    def is_leaving(self, key: ChunkKey) -> bool:
+        """Whether it is still to be deleted: not if it was stored again."""
+        return key in self._leaving
+
+    def left(self, keys: Iterable[ChunkKey]) -> None:
+        """They have been deleted, or will not be."""
+        with self._lock:
+            self._leaving.difference_update(keys)
 
     def forget(self, key: ChunkKey) -> bool:
         """The tier has it no more; whether it was known."""

@@ -216,19 +216,21 @@ class Tier:
 
     def remove(self, keys: Sequence[ChunkKey], reason: str) -> None:
         """Delete records: not offered from now on, gone from the store in the background."""
-        gone = [key for key in keys if self.ledger.forget(key)]
+        gone = self.ledger.leave(keys)
         self._report_evicted(gone, reason)
 
         def run() -> Callable[[], None]:
             for key in gone:
-                if key not in self.known:  # else it has been stored again
+                if self.ledger.is_leaving(key):  # else it has been stored again
                     self._call("remove", partial(self.backend.remove, key))
+            self.ledger.left(gone)
             left = {key[:SHARD_ID_NBYTES] for key in list(self.known)}
             for shard_id in {key.shard_id for key in gone} - left:
                 self._remove_manifest(shard_id)
             return lambda: None
 
-        self._pool.submit_load(Task(run, lambda: None, lambda: None))
+        if not self._pool.submit_load(Task(run, lambda: None, lambda: self.ledger.left(gone))):
+            self.ledger.left(gone)
 
     def drain(self, timeout_s: float) -> bool:
         return self._pool.drain(timeout_s)
