@@ -27,12 +27,19 @@ def _loop_of_the_process() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the law over histories, which opens a store eighty times, where that takes minutes."""
-    left_out = [
-        item
-        for item in items
-        if isinstance(item, pytest.Function) and getattr(item.cls, "slow_to_open", False) and "history" in item.name
-    ]
+    """Leave out what a stand-in for a real service cannot keep, and what takes it minutes; its test class says which."""
+    left_out = [item for item in items if isinstance(item, pytest.Function) and _is_left_out(item)]
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+def _is_left_out(item: pytest.Function) -> bool:
+    """`slow_to_open`: the law over histories, which opens a store eighty times.
+
+    `serves_what_it_writes`: a server that may serve an object while it still writes it, one byte short, say.  Many threads
+    on a dozen keys find that now and then; above a tier it is a record of the wrong length, which is a miss.
+    """
+    if "history" in item.name and getattr(item.cls, "slow_to_open", False):
+        return True
+    return "many_threads" in item.name and getattr(item.cls, "serves_what_it_writes", False)
