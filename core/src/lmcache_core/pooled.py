@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 MAX_RESULTS: Final = 65_536
 MAX_STORES: Final = 4096
 """Stores that wait for the mover; further ones are dropped and counted."""
-_COPY_NBYTES: Final = 64 << 20
+_COPY_NBYTES: Final = 256 << 20
 """One call of the device copies about this much, so that loads need not wait long behind a store."""
 _FENCE_TIMEOUT_S: Final = 30.0
 

@@ -53,15 +53,20 @@ class CpuDevice(Device):
         if after is not None:
             after.wait()
 
-        def copy(region: Region, page: Any, offset: int, index: int) -> None:
-            blocks = layout.blocks(region)
-            chunk_ids = ids[index * blocks : (index + 1) * blocks]
-            target = np.frombuffer(out[index], np.uint8, blocks * region.block_nbytes, offset)
-            flat = _void(page, region.block_nbytes)
-            if flat is not None:
-                np.take(flat, chunk_ids, out=target.view(flat.dtype), mode="clip")
-            else:
+        blocks = layout.blocks(layout.regions[0])
+        chunks = _chunks(ids, blocks, 0, len(out))
+        targets = [np.frombuffer(buffer, np.uint8) for buffer in out]
+
+        def copy(region: Region, page: Any, rows: Any, offset: int, index: int) -> None:
+            chunk_ids, run = chunks[index]
+            target = targets[index][offset : offset + blocks * region.block_nbytes]
+            if rows is None:
                 _each_block(page, chunk_ids, target, region, to_page=False)
+            elif run is not None:
+                np.copyto(target.reshape(blocks, region.block_nbytes), rows[run])
+            else:
+                flat = _void(rows, region.block_nbytes)
+                np.take(flat, chunk_ids, out=target.view(flat.dtype), mode="clip")
 
         self._share(copy, _planes(pages, layout, layers, len(out)), layout.nbytes * len(out))
         return DoneFence()
@@ -85,43 +90,44 @@ class CpuDevice(Device):
         if after is not None:
             after.wait()
 
-        def copy(region: Region, page: Any, offset: int, index: int) -> None:
-            blocks = layout.blocks(region)
-            skip = skip_blocks if index == 0 else 0
-            chunk_ids = ids[index * blocks + skip : (index + 1) * blocks]
-            start = offset + skip * region.block_nbytes
-            source = np.frombuffer(src[index], np.uint8, len(chunk_ids) * region.block_nbytes, start)
-            rows = _bytes(page, region.block_nbytes)
+        blocks = layout.blocks(layout.regions[0])
+        chunks = _chunks(ids, blocks, skip_blocks, len(src))
+        sources = [np.frombuffer(buffer, np.uint8) for buffer in src]
+
+        def copy(region: Region, page: Any, rows: Any, offset: int, index: int) -> None:
+            chunk_ids, run = chunks[index]
+            count = len(chunk_ids)
+            start = offset + (blocks - count) * region.block_nbytes
+            source = sources[index][start : start + count * region.block_nbytes]
             if rows is None:
                 _each_block(page, chunk_ids, source, region, to_page=True)
-            elif len(chunk_ids):
-                first, count = int(chunk_ids[0]), len(chunk_ids)
-                data = source.reshape(count, region.block_nbytes)
-                if int(chunk_ids[-1]) - first == count - 1 and bool((np.diff(chunk_ids) == 1).all()):
-                    np.copyto(rows[first : first + count], data)
-                else:
-                    rows[chunk_ids] = data
+            elif run is not None:
+                np.copyto(rows[run], source.reshape(count, region.block_nbytes))
+            elif count:
+                rows[chunk_ids] = source.reshape(count, region.block_nbytes)
 
         self._share(copy, _planes(pages, layout, layers, len(src)), layout.nbytes * len(src))
         return DoneFence()
 
-    def _share(self, copy: Callable[..., None], pieces: list[tuple[Region, Any, int, int]], nbytes: int) -> None:
+    def _share(self, copy: Callable[..., None], pieces: list[_Piece], nbytes: int) -> None:
         """Copy every piece: large copies on several threads, since one cannot use the memory's whole bandwidth."""
         threads = min(self._copy_threads, len(pieces)) if nbytes >= _SHARED_NBYTES else 1
 
-        def run(first: int) -> None:
-            for piece in pieces[first::threads]:
+        left = iter(pieces)  # shared: who is slowed by others takes fewer pieces
+
+        def run() -> None:
+            for piece in left:
                 copy(*piece)
 
         if threads == 1:
-            run(0)
+            run()
             return
         with self._lock:
             if self._helpers is None:
                 self._helpers = ThreadPoolExecutor(self._copy_threads - 1, "lmcache-copy")
-            others = [self._helpers.submit(run, first) for first in range(1, threads)]
+            others = [self._helpers.submit(run) for _ in range(1, threads)]
         try:
-            run(0)
+            run()
         finally:
             wait(others)
         for other in others:
@@ -164,17 +170,31 @@ def _checked(
     return ids
 
 
-def _planes(pages: Pages, layout: Layout, layers: range | None, chunks: int) -> list[tuple[Region, Any, int, int]]:
-    """(region, pages of one layer, offset of their bytes in a chunk, chunk) for the layers wanted."""
-    planes = []
+_Piece = tuple[Region, Any, Any, int, int]
+
+
+def _planes(pages: Pages, layout: Layout, layers: range | None, chunks: int) -> list[_Piece]:
+    """(region, pages of one layer, the same as rows of bytes or None, offset in a chunk, chunk) for each one wanted."""
+    planes: list[_Piece] = []
     offset = 0
     for region, arrays in zip(layout.regions, pages, strict=True):
         step = layout.blocks(region) * region.block_nbytes
         for layer, page in enumerate(arrays):
             if layers is None or layer in layers:
-                planes += [(region, page, offset, chunk) for chunk in range(chunks)]
+                rows = _bytes(page, region.block_nbytes)
+                planes += [(region, page, rows, offset, chunk) for chunk in range(chunks)]
             offset += step
     return planes
+
+
+def _chunks(ids: Any, blocks: int, skip_blocks: int, count: int) -> list[tuple[Any, slice | None]]:
+    """The block ids of each chunk, less those skipped, and the run that they are if they are neighbours."""
+    found = []
+    for index in range(count):
+        own = ids[index * blocks + (0 if index else skip_blocks) : (index + 1) * blocks]
+        neighbours = len(own) > 0 and bool((np.diff(own) == 1).all())
+        found.append((own, slice(int(own[0]), int(own[-1]) + 1) if neighbours else None))
+    return found
 
 
 def _void(page: Any, block_nbytes: int) -> Any:
