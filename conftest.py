@@ -16,7 +16,7 @@ CANNOT_RUN = "cannot run here: "
 DOES_NOT_APPLY = "does not apply: "
 """How it begins for a law of the conformance kit that says nothing about the plugin."""
 
-LEFTOVER_TIMEOUT_S = 2.0
+LEFTOVER_TIMEOUT_S = 15.0
 INSTALLED = (sys.prefix, str(Path(__file__).parent))
 """Where libraries keep fonts and the like open; the checkout itself may lie in the temporary folder."""
 SHARED_THREADS = frozenset({"tqdm_monitor"})

@@ -55,7 +55,7 @@ def serving(
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_until_complete, args=(daemon.run(handle_signals=False),))
     thread.start()
-    assert until(path.exists)
+    assert until(daemon.ready.is_set)
     try:
         yield daemon
     finally:
