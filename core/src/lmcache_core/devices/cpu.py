@@ -65,7 +65,7 @@ class CpuDevice(Device):
             elif run is not None:
                 np.copyto(target.reshape(blocks, region.block_nbytes), rows[run])
             else:
-                flat = _void(rows, region.block_nbytes)
+                flat = rows.reshape(-1).view(np.dtype((np.void, region.block_nbytes)))  # one element a block
                 np.take(flat, chunk_ids, out=target.view(flat.dtype), mode="clip")
 
         self._share(copy, _planes(pages, layout, layers, len(out)), layout.nbytes * len(out))
@@ -195,13 +195,6 @@ def _chunks(ids: Any, blocks: int, skip_blocks: int, count: int) -> list[tuple[A
         neighbours = len(own) > 0 and bool((np.diff(own) == 1).all())
         found.append((own, slice(int(own[0]), int(own[-1]) + 1) if neighbours else None))
     return found
-
-
-def _void(page: Any, block_nbytes: int) -> Any:
-    """`page` as a flat array of opaque blocks, or None where its blocks are not contiguous."""
-    if not page.flags.c_contiguous:
-        return None
-    return page.reshape(-1).view(np.dtype((np.void, block_nbytes)))
 
 
 def _bytes(page: Any, block_nbytes: int) -> Any:
