@@ -157,6 +157,12 @@ class WholePagesOnly(Model):
         super().put(key, data[: max(1, len(data) // 4096 * 4096)])
 
 
+@breaks("bytes_that_end_lines_and_texts_come_back")
+class ReadsMail(Model):
+    def put(self, key: ChunkKey, data: memoryview) -> None:
+        super().put(key, data[:-1] if data[-1:] == b"\r" else data)
+
+
 @breaks("get_writes_nothing_past_the_record")
 class ClearsTheRest(Model):
     def get(self, key: ChunkKey, into: memoryview) -> int | None:

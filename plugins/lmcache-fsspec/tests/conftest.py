@@ -27,7 +27,7 @@ def _loop_of_the_process() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what a stand-in for a real service cannot keep, and what takes minutes; its test class says which."""
+    """Leave out what takes minutes; its test class says which."""
     left_out = [item for item in items if isinstance(item, pytest.Function) and _is_left_out(item)]
     if left_out:
         items[:] = [item for item in items if item not in left_out]
@@ -35,11 +35,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_left_out(item: pytest.Function) -> bool:
-    """`slow_to_open`: the law over histories, which opens a store eighty times.
-
-    `serves_what_it_writes`: a server that may serve an object while it still writes it, one byte short, say.  Many
-    threads on a dozen keys find that now and then; above a tier it is a record of the wrong length, which is a miss.
-    """
-    if "history" in item.name and getattr(item.cls, "slow_to_open", False):
-        return True
-    return "many_threads" in item.name and getattr(item.cls, "serves_what_it_writes", False)
+    """`slow_to_open`: the law over histories, which opens a store eighty times."""
+    return "history" in item.name and getattr(item.cls, "slow_to_open", False)

@@ -119,10 +119,8 @@ def webdav(folder: Path) -> Server:
 
 
 def gcs(folder: Path) -> Server:
-    return Server(
-        lambda port: [tool("gcp-storage-emulator"), "start", "--host=127.0.0.1", f"--port={port}", "--in-memory"],
-        folder,
-    )
+    script = Path(__file__).parent / "gcs_server.py"
+    return Server(lambda port: [sys.executable, str(script), str(port)], folder)
 
 
 def azure(folder: Path) -> Server:

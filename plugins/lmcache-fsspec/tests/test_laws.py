@@ -118,7 +118,6 @@ class TestS3(ServerLaws):
 @pytest.mark.filterwarnings(BIG_BODY)
 class TestGcs(ServerLaws):
     slow_to_open = True
-    serves_what_it_writes = True
     new_server = staticmethod(servers.gcs)
 
     def open_backend(self, context: Context) -> FsspecBackend:

@@ -57,6 +57,19 @@ class RecordLaws(BackendSubject):
             self.bench.expect_present(key, nbytes, "the second time")
 
     @law(since=(1, 0))
+    def test_bytes_that_end_lines_and_texts_come_back(self) -> None:
+        nbytes = self.bench.size(64)
+        for end in (b"\r", b"\n", b"\r\n", b"\r\n\r\n", b"\0", b" ", b"\x1a", b"\xff"):
+            key = self.bench.key()
+            data = memory.filled(key, nbytes, self.bench.alignment)
+            data[: len(end)] = data[nbytes - len(end) :] = end
+            self.bench.backend.put(key, data)
+            into = self.bench.buffer(nbytes)
+            returned = self.bench.backend.get(key, into)
+            expect(returned == nbytes, f"get of {nbytes} bytes that end in {end!r} returned {returned!r}")
+            expect(into[:nbytes] == data[:nbytes], f"a record that begins and ends with {end!r} came back changed")
+
+    @law(since=(1, 0))
     def test_get_writes_nothing_past_the_record(self) -> None:
         for nbytes in self.bench.sizes():
             key = self.bench.key()
