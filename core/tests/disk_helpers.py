@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_core.backend import Context
-from lmcache_core.backends._files import Writer
+from lmcache_core.backends._files import Writer, parse_temp
 from lmcache_core.backends.disk import DiskBackend, DiskOptions
 from lmcache_core.keys import ChunkKey
 from lmcache_core.testing.memory import buffer, filled, payload
@@ -50,7 +50,18 @@ def file_of(root: Path, key: ChunkKey) -> Path:
 
 
 def temp_files(root: Path) -> list[str]:
-    return os.listdir(root / "v1" / "tmp")
+    return [path.name for path in (root / "v1").rglob("*") if parse_temp(path.name)]
+
+
+def leave_temp(root: Path, writer: Writer) -> str:
+    """What a writer that had the store open was writing when it ended."""
+    name = writer.temp_name(NBYTES)
+    folder = root / "v1" / ("0" * 32) / "00"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"half")
+    with (root / "v1" / "usage").open("a") as usage:
+        usage.write(f"{writer.temp_name(0)}\n")
+    return name
 
 
 def record_files(root: Path) -> list[Path]:
@@ -63,7 +74,7 @@ def assert_counted(backend: DiskBackend, root: Path) -> None:
 
 def dead_writer() -> Writer:
     """The writer that a process was which has ended."""
-    code = "from lmcache_core.backends._files import Writer; w = Writer.current(); print(w.host, w.pid, w.start)"
+    code = "from lmcache_core.backends._files import Writer, parse_temp; w = Writer.current(); print(w.host, w.pid, w.start)"
     host, pid, start = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, text=True
     ).stdout.split()

@@ -76,9 +76,9 @@ def test_a_record_is_one_file_named_by_its_key_and_private(tmp_path: Path) -> No
     with open_disk(root) as backend:
         (key,) = put(backend)
     assert file_of(root, key).read_bytes() == payload(key, NBYTES)
-    assert sorted(os.listdir(root / "v1")) == sorted(["lock", "usage", "tmp", key.text[:32]])
+    assert sorted(os.listdir(root / "v1")) == sorted(["lock", "usage", key.text[:32]])
     assert temp_files(root) == []
-    for path in (root, root / "v1", root / "v1" / "tmp", file_of(root, key).parent):
+    for path in (root, root / "v1", file_of(root, key).parent):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE(file_of(root, key).stat().st_mode) == 0o600
 
@@ -199,11 +199,6 @@ def spoil_version_directory(root: Path) -> None:
     (root / "v1").symlink_to("/etc")
 
 
-def spoil_temp_directory(root: Path) -> None:
-    (root / "v1").mkdir(parents=True)
-    (root / "v1" / "tmp").symlink_to("/etc")
-
-
 def spoil_usage(root: Path) -> None:
     (root / "v1").mkdir(parents=True)
     (root / "v1" / "usage").symlink_to("/etc/hostname")
@@ -217,7 +212,6 @@ def spoil_usage(root: Path) -> None:
         spoil_with_dangling_link,
         spoil_with_file_as_parent,
         spoil_version_directory,
-        spoil_temp_directory,
         spoil_usage,
     ],
 )

@@ -26,6 +26,7 @@ from disk_helpers import (
     temp_files,
 )
 
+from lmcache_core.backends import _io, disk
 from lmcache_core.errors import BackendError, BackendFull, BackendUnavailable, ChunkCorrupt
 from lmcache_core.keys import ChunkKey
 from lmcache_core.testing.memory import buffer
@@ -214,6 +215,18 @@ def test_a_write_that_fails_half_way_leaves_nothing_and_is_not_counted(
         assert holds(backend, key)
 
 
+def test_without_a_rename_that_replaces_nothing_a_second_put_is_still_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_io, "_renameat2", None)
+    with open_disk(tmp_path) as backend:
+        (key,) = put(backend)
+        backend.put(key, record(key))
+        assert holds(backend, key)
+        assert backend.used_nbytes == NBYTES
+        assert_counted(backend, tmp_path)
+
+
 @pytest.mark.parametrize("call", ["mkdir", "rename"])
 def test_a_publication_that_fails_leaves_nothing_and_is_not_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
@@ -222,6 +235,7 @@ def test_a_publication_that_fails_leaves_nothing_and_is_not_counted(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with open_disk(tmp_path) as backend:
+        monkeypatch.setattr(disk, "rename_new", lambda *args: False)
         monkeypatch.setattr(os, call, fail)
         with pytest.raises(BackendFull):
             put(backend)

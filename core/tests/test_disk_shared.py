@@ -18,6 +18,7 @@ from disk_helpers import (
     assert_counted,
     dead_writer,
     holds,
+    leave_temp,
     new_key,
     open_disk,
     put,
@@ -116,9 +117,7 @@ def test_temporary_files_of_dead_writers_are_removed_and_those_of_live_ones_are_
     reused = Writer(live.host, live.pid, live.start - 1)
     elsewhere = Writer("other-host-1", dead.pid, dead.start)
     with open_disk(tmp_path) as backend:
-        names = {w: w.temp_name(NBYTES) for w in (dead, live, reused, elsewhere)}
-        for name in names.values():
-            (tmp_path / "v1" / "tmp" / name).write_bytes(b"half")
+        names = {w: leave_temp(tmp_path, w) for w in (dead, live, reused, elsewhere)}
         backend._total.reserve(4 * NBYTES)
         with open_disk(tmp_path) as other:  # not alone: only what is known to be dead
             assert set(temp_files(tmp_path)) == {names[live], names[elsewhere]}
@@ -132,7 +131,7 @@ def test_what_dead_writers_reserved_makes_room_before_a_write_is_refused(tmp_pat
     dead = dead_writer()
     with open_disk(tmp_path, 2 * NBYTES) as backend:
         put(backend)
-        (tmp_path / "v1" / "tmp" / dead.temp_name(NBYTES)).write_bytes(b"half")
+        leave_temp(tmp_path, dead)
         backend._total.reserve(NBYTES)
         put(backend)
         with pytest.raises(BackendFull):

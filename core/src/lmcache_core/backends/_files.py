@@ -13,7 +13,6 @@ from typing import Final
 from ..backend import Entry
 from ..keys import ChunkKey
 
-TMP: Final = "tmp"
 _HEX: Final = {length: re.compile(f"[0-9a-f]{{{length}}}") for length in (2, 32, 64)}
 _TEMP: Final = re.compile(r"([A-Za-z0-9_-]{1,100})\.([0-9]{1,10})\.([0-9]{1,20})\.[0-9]{1,20}\.([0-9]{1,15})")
 _counter = itertools.count()
@@ -44,6 +43,17 @@ class Writer:
         return f"{self.host}.{self.pid}.{self.start}.{next(_counter)}.{nbytes}"
 
 
+@dataclass(frozen=True, slots=True)
+class Temp:
+    """A temporary file; `dir_fd` is open only until the next one is asked for."""
+
+    dir_fd: int
+    name: str
+    writer: Writer
+    nbytes: int
+    """What was reserved for it."""
+
+
 def parse_temp(name: str) -> tuple[Writer, int] | None:
     """Writer and reserved bytes of a temporary file; `None` for a name that is not one of ours."""
     match = _TEMP.fullmatch(name)
@@ -69,6 +79,14 @@ def walk(root_fd: int, shard_id: bytes | None = None) -> Iterator[Entry]:
             yield from _records(root_fd, shard, head)
 
 
+def walk_temps(root_fd: int) -> Iterator[Temp]:
+    """Every temporary file of the store: those of records beside where they go, those of probes at the top."""
+    yield from _temps(root_fd, ".")
+    for shard in _subdirectories(root_fd, ".", 32):
+        for head in _subdirectories(root_fd, shard, 2):
+            yield from _temps(root_fd, shard, head)
+
+
 def open_directory(name: str, dir_fd: int) -> int:
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
 
@@ -86,15 +104,9 @@ def _subdirectories(root_fd: int, parent: str, length: int) -> list[str]:
 
 
 def _records(root_fd: int, shard: str, head: str) -> list[Entry]:
-    # Both parts are opened without following links: `shard/head` in one call would follow a link at `shard`.
     entries: list[Entry] = []
-    try:
-        shard_fd = open_directory(shard, root_fd)
-        try:
-            fd = open_directory(head, shard_fd)
-        finally:
-            os.close(shard_fd)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+    fd = _opened(root_fd, shard, head)
+    if fd is None:
         return entries
     try:
         with os.scandir(fd) as found:
@@ -110,6 +122,34 @@ def _records(root_fd: int, shard: str, head: str) -> list[Entry]:
     finally:
         os.close(fd)
     return entries
+
+
+def _temps(root_fd: int, *path: str) -> Iterator[Temp]:
+    fd = _opened(root_fd, *path)
+    if fd is None:
+        return
+    try:
+        for name in os.listdir(fd):
+            parsed = parse_temp(name)
+            if parsed is not None:
+                yield Temp(fd, name, *parsed)
+    finally:
+        os.close(fd)
+
+
+def _opened(root_fd: int, *path: str) -> int | None:
+    """A directory, opened name by name: in one call, a link before the last would be followed."""
+    fd = -1
+    try:
+        for name in path:
+            parent, fd = fd, open_directory(name, root_fd if fd < 0 else fd)
+            if parent >= 0:
+                os.close(parent)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        if fd >= 0:
+            os.close(fd)
+        return None
+    return fd
 
 
 def _start_ticks(pid: int) -> int | None:

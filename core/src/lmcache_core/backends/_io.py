@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
-from typing import Final
+from typing import Any, Final
 
 from ..errors import ChunkCorrupt
 from ..layout import PAGE_NBYTES, page_align
@@ -14,6 +15,8 @@ from ..layout import PAGE_NBYTES, page_align
 O_DIRECT: Final = os.O_DIRECT
 _ONE_CALL_NBYTES: Final = 1 << 30
 """Below the 2 GiB that one preadv or pwritev moves at most."""
+_RENAME_NOREPLACE: Final = 1
+_renameat2: Final[Any] = getattr(ctypes.CDLL(None), "renameat2", None)
 
 
 def read_file(fd: int, nbytes: int, into: memoryview, direct: bool) -> int:
@@ -52,6 +55,13 @@ def write_file(fd: int, data: memoryview, direct: bool) -> None:
             if error.errno != errno.EINVAL or not direct:
                 raise
             direct = _make_buffered(fd)  # the buffer is not aligned
+
+
+def rename_new(source: str, target: str, dir_fd: int) -> bool:
+    """Rename where nothing has the name `target`; False, with nothing done, where something has or that fails."""
+    if _renameat2 is None:
+        return False
+    return bool(_renameat2(dir_fd, os.fsencode(source), dir_fd, os.fsencode(target), _RENAME_NOREPLACE) == 0)
 
 
 def probe_io(path: str, dir_fd: int, *, allow_direct: bool) -> bool:

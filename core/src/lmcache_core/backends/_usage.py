@@ -1,8 +1,8 @@
 """The byte total that all processes with one disk store share: reserved before a write, given back by whoever unlinks.
 
 Two files below the version directory.  `lock` is held shared by every open backend; the one that gets it exclusively
-at open counts the directory anew.  `usage` holds the total and the smallest limit, then one line for each open backend
-that has a limit; its flock guards them, and every rename and unlink of a record, so that the total nets out.
+at open counts the directory anew.  `usage` holds the total and the smallest limit, then one line for each open
+backend; its flock guards them, and every replacement and unlink of a record, so that the total nets out.
 
 A process that is killed leaves at worst a total that is too high, until the next exclusive open.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from ..errors import BackendError, BackendFull, BackendUnavailable
-from ._files import TMP, Writer, is_ours, open_directory, parse_temp, walk
+from ._files import Temp, Writer, is_ours, parse_temp, walk, walk_temps
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class SharedTotal:
                 self._write(total + nbytes, limit)
                 return
         # What killed writers had reserved is not in use.
-        freed = self.drop_dead_temps()
+        freed = self._bury()
         with self:
             total, limit = self._read()
             if total + nbytes > limit:
@@ -94,15 +94,6 @@ class SharedTotal:
         with self:
             total, limit = self._read()
         return total, None if limit == _NO_LIMIT else limit
-
-    def drop_dead_temps(self) -> int:
-        """Unlink the temporary files of processes of this host that have ended; returns the bytes given back."""
-        freed = 0
-        for name, writer, nbytes in self._temps():
-            if writer.is_dead(self._writer) and self._unlink_temp(name):
-                self.give_back(nbytes)
-                freed += nbytes
-        return freed
 
     def close(self) -> None:
         """Take back our limit and let go of both locks."""
@@ -136,49 +127,46 @@ class SharedTotal:
             except BackendError:
                 logger.warning("the usage file of the disk store is damaged; counting anew")
                 self._recount(exclusive=False)
-            others = [line for line in _lines(self._fd) if not _owner(line).is_dead(self._writer)]
-            if limit_nbytes is not None:
-                self._line = f"{self._writer.temp_name(limit_nbytes)}\n".encode()
-                others.append(self._line)
-            _rewrite(self._fd, self._read()[0], others)
-        limits = sorted({_parsed(line)[1] for line in others})
+            self._line = f"{self._writer.temp_name(limit_nbytes or 0)}\n".encode()
+            lines = [*_lines(self._fd), self._line]
+            _rewrite(self._fd, self._read()[0], lines)
+        self._bury()
+        limits = sorted({limit for writer, limit in map(_parsed, lines) if limit and not writer.is_dead(self._writer)})
         if limit_nbytes is not None and len(limits) > 1:
             logger.warning(
                 "processes share this disk store with different limits, %s bytes (ours is %d): the smallest holds",
                 " and ".join(map(str, limits)),
                 limit_nbytes,
             )
-        self.drop_dead_temps()
+
+    def _bury(self) -> int:
+        """Unlink what processes of this host that have ended were writing; returns the bytes given back.
+
+        The line of such a process is the sign that there may be something, and goes when that has been seen to.
+        """
+        with self:
+            dead = {line for line in _lines(self._fd) if _parsed(line)[0].is_dead(self._writer)}
+        if not dead:
+            return 0
+        freed = 0
+        for temp in walk_temps(self._root_fd):
+            if temp.writer.is_dead(self._writer) and _unlink(temp):
+                self.give_back(temp.nbytes)
+                freed += temp.nbytes
+        with self:
+            _rewrite(self._fd, self._read()[0], [line for line in _lines(self._fd) if line not in dead])
+        return freed
 
     def _recount(self, *, exclusive: bool) -> None:
-        total = sum(entry.nbytes for entry in walk(self._root_fd))
-        for name, writer, nbytes in self._temps():
+        total = 0
+        # Before the records: one that is published meanwhile is counted twice, not missed.
+        for temp in walk_temps(self._root_fd):
             # Alone, nobody else is writing, on whatever host: a temporary file is garbage, but never a live process's.
-            ended = writer.host != self._writer.host or writer.is_dead(self._writer)
-            if not (exclusive and ended and self._unlink_temp(name)):
-                total += nbytes
+            ended = temp.writer.host != self._writer.host or temp.writer.is_dead(self._writer)
+            if not (exclusive and ended and _unlink(temp)):
+                total += temp.nbytes
+        total += sum(entry.nbytes for entry in walk(self._root_fd))
         _rewrite(self._fd, total, [] if exclusive else _lines(self._fd))
-
-    def _temps(self) -> Iterator[tuple[str, Writer, int]]:
-        fd = open_directory(TMP, self._root_fd)
-        try:
-            names = os.listdir(fd)
-        finally:
-            os.close(fd)
-        for name in names:
-            parsed = parse_temp(name)
-            if parsed is not None:
-                yield name, *parsed
-
-    def _unlink_temp(self, name: str) -> bool:
-        path = f"{TMP}/{name}"
-        try:
-            if not is_ours(os.stat(path, dir_fd=self._root_fd, follow_symlinks=False)):
-                return False
-            os.unlink(path, dir_fd=self._root_fd)
-        except FileNotFoundError:
-            return False
-        return True
 
     def _read(self) -> tuple[int, int]:
         return _parse(os.pread(self._fd, _HEAD.size, 0))
@@ -196,13 +184,19 @@ def _parse(head: bytes) -> tuple[int, int]:
 
 
 def _lines(fd: int) -> list[bytes]:
-    """One `Writer.temp_name(limit)` for each open backend with a limit; whatever else is there is passed over."""
+    """One `Writer.temp_name(limit)` for each open backend, 0 for none; whatever else is there is passed over."""
     text = os.pread(fd, 1 << 20, _HEAD.size)
     return [line for line in text.splitlines(keepends=True) if parse_temp(line.decode("ascii", "replace").rstrip("\n"))]
 
 
-def _owner(line: bytes) -> Writer:
-    return _parsed(line)[0]
+def _unlink(temp: Temp) -> bool:
+    try:
+        if not is_ours(os.stat(temp.name, dir_fd=temp.dir_fd, follow_symlinks=False)):
+            return False
+        os.unlink(temp.name, dir_fd=temp.dir_fd)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _parsed(line: bytes) -> tuple[Writer, int]:
@@ -212,7 +206,7 @@ def _parsed(line: bytes) -> tuple[Writer, int]:
 
 
 def _rewrite(fd: int, total: int, lines: list[bytes]) -> None:
-    limit = min((_parsed(line)[1] for line in lines), default=_NO_LIMIT)
+    limit = min((limit for _, limit in map(_parsed, lines) if limit), default=_NO_LIMIT)
     content = _HEAD.pack(_MAGIC, total, limit) + b"".join(lines)
     os.pwrite(fd, content, 0)
     os.ftruncate(fd, len(content))

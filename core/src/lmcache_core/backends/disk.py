@@ -17,8 +17,8 @@ from ..backend import ApiVersion, Backend, Context, Entry, Traits
 from ..errors import BackendError, BackendFull, BackendUnavailable, ChunkCorrupt, ConfigError
 from ..keys import ChunkKey
 from ..layout import PAGE_NBYTES
-from ._files import TMP, Writer, is_ours, open_directory, record_dir, walk
-from ._io import O_DIRECT, probe_io, read_file, write_file
+from ._files import Writer, is_ours, open_directory, record_dir, walk
+from ._io import O_DIRECT, probe_io, read_file, rename_new, write_file
 from ._usage import SharedTotal
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class DiskBackend(Backend[DiskOptions]):
             with _naming(self._root):
                 self._fd = _open_version_dir(self._root)
                 undo.callback(os.close, self._fd)
-                probe = f"{TMP}/{self._writer.temp_name(0)}"
+                probe = self._writer.temp_name(0)
                 self._direct = probe_io(probe, self._fd, allow_direct=options.direct != "off")
                 self._total = SharedTotal(self._fd, self._writer, context.capacity_nbytes, context.timeout_s)
                 undo.callback(self._total.close)
@@ -138,13 +138,16 @@ class DiskBackend(Backend[DiskOptions]):
 
     def put(self, key: ChunkKey, data: memoryview) -> None:
         nbytes = len(data)
+        directory, name = record_dir(key)
+        # Beside where the record goes: one directory for all writers would have them wait for each other in the kernel.
+        temp = f"{directory}/{self._writer.temp_name(nbytes)}"
         self._enter()
         try:
             self._total.reserve(nbytes)
-            temp = f"{TMP}/{self._writer.temp_name(nbytes)}"
             try:
+                self._make_dir(directory)
                 self._write(temp, data)
-                self._publish(temp, key)
+                self._publish(temp, f"{directory}/{name}")
             except BaseException:
                 self._discard(temp, nbytes)
                 raise
@@ -223,25 +226,26 @@ class DiskBackend(Backend[DiskOptions]):
 
     def _write(self, temp: str, data: memoryview) -> None:
         direct = self._direct and len(data) >= PAGE_NBYTES
-        fd = os.open(temp, _WRITE | (O_DIRECT if direct else 0), 0o600, dir_fd=self._fd)
+        flags = _WRITE | (O_DIRECT if direct else 0)
+        try:
+            fd = os.open(temp, flags, 0o600, dir_fd=self._fd)
+        except FileNotFoundError:
+            # Somebody removed the directory that we knew.
+            directory = os.path.dirname(temp)
+            self._dirs.discard(directory)
+            self._make_dir(directory)
+            fd = os.open(temp, flags, 0o600, dir_fd=self._fd)
         try:
             write_file(fd, data, direct)
         finally:
             os.close(fd)
 
-    def _publish(self, temp: str, key: ChunkKey) -> None:
-        directory, name = record_dir(key)
-        path = f"{directory}/{name}"
-        self._make_dir(directory)
+    def _publish(self, temp: str, path: str) -> None:
+        if rename_new(temp, path, self._fd):
+            return  # replaced nothing, so the total holds
         with self._total:
             replaced = self._size_of(path)
-            try:
-                os.rename(temp, path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-            except FileNotFoundError:
-                # Somebody removed the directory that we knew.
-                self._dirs.discard(directory)
-                self._make_dir(directory)
-                os.rename(temp, path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            os.rename(temp, path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             if replaced:
                 # The record is there by now; failing here would count it as absent.
                 with contextlib.suppress(OSError, BackendError):
@@ -316,19 +320,11 @@ def _open_version_dir(root: Path) -> int:
         root.mkdir(0o700)
     fd = open_directory(str(root), -1)
     try:
-        for name in (VERSION_DIR, TMP):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=fd)
-            inner = open_directory(name, fd)
-            if name == TMP:
-                os.close(inner)
-            else:
-                os.close(fd)
-                fd = inner
-    except BaseException:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(VERSION_DIR, 0o700, dir_fd=fd)
+        return open_directory(VERSION_DIR, fd)
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
 @contextlib.contextmanager
