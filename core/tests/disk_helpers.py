@@ -74,7 +74,7 @@ def assert_counted(backend: DiskBackend, root: Path) -> None:
 
 def dead_writer() -> Writer:
     """The writer that a process was which has ended."""
-    code = "from lmcache_core.backends._files import Writer, parse_temp; w = Writer.current(); print(w.host, w.pid, w.start)"
+    code = "from lmcache_core.backends._files import Writer; w = Writer.current(); print(w.host, w.pid, w.start)"
     host, pid, start = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, text=True
     ).stdout.split()

@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from ..errors import BackendError, BackendFull, BackendUnavailable
