@@ -84,6 +84,7 @@ class _Store:
 
     def __init__(self, folder: Path, chunk_nbytes: int, chunks: int) -> None:
         self._chunk_nbytes = chunk_nbytes
+        self._shard_id = os.urandom(16)
         region = Region(name="kv", layers=1, block_tokens=256, block_nbytes=chunk_nbytes, dtype="u1", packing="bench")
         self._layout = Layout(chunk_tokens=256, regions=(region,))
         record_nbytes = frame.record_nbytes(chunk_nbytes)
@@ -117,7 +118,7 @@ class _Store:
         return view
 
     def round(self) -> Timings:
-        keys = [ChunkKey(os.urandom(48)) for _ in self._sources]
+        keys = [ChunkKey(self._shard_id + os.urandom(32)) for _ in self._sources]
         for key, source, target in zip(keys, self._sources, self._targets, strict=True):
             nbytes = self._chunk_nbytes
             frame.pack(Frame(key, 0, self._layout.fingerprint, nbytes, nbytes, 0), source[:PAGE_NBYTES])

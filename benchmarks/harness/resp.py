@@ -21,6 +21,7 @@ from .report import Must, Row
 from .servers import running, version
 
 TIMEOUT_S: Final = 60.0
+SHARD_ID: Final = bytes(16)
 EXISTS_KEYS: Final = 512
 Open = Callable[[str, int], Backend[Any]]
 """A backend by URL and number of connections."""
@@ -73,7 +74,7 @@ def _transfer_rows(
 
 
 def _exists_row(bench: str, server: str, port: int, open_backend: Open, options: Options) -> Row:
-    keys = [ChunkKey(os.urandom(48)) for _ in range(EXISTS_KEYS)]
+    keys = [ChunkKey(SHARD_ID + os.urandom(32)) for _ in range(EXISTS_KEYS)]
     batches = 4 if options.quick else 40
     with open_backend(f"redis://127.0.0.1:{port}/0", 1) as backend, _Socket(port) as link:
         assert backend.put_many(keys, [memoryview(key) for key in keys], timeout_s=TIMEOUT_S) == [None] * len(keys)
@@ -145,7 +146,7 @@ class _Side:
         raise NotImplementedError
 
     def round(self) -> Timings:
-        keys = [ChunkKey(os.urandom(48)) for _ in self._records.sources]
+        keys = [ChunkKey(SHARD_ID + os.urandom(32)) for _ in self._records.sources]
         self._records.targets.fill(0)
         figures = {
             "put": seconds(lambda: self._each(self.put, keys, self._records.sources)),
