@@ -55,6 +55,8 @@ class ServerConfig:
     allowed_uids: tuple[int, ...] = ()
     """Who may connect; empty for the daemon's own user and root."""
     max_clients: int = 1024
+    nice: int = -10
+    """Of the thread that answers, where the system allows it: it is short of time only when engines take all cores."""
     http: str = ""
     """"127.0.0.1:9464", say; empty for none."""
     tcp: TcpConfig = TcpConfig()
@@ -64,6 +66,8 @@ class ServerConfig:
             raise FieldError("socket_mode", f'{self.socket_mode!r} is not an octal mode; write e.g. "0660"')
         if not 1 <= self.max_clients <= 65_536:
             raise FieldError("max_clients", f"must be 1 to 65,536, got {self.max_clients}")
+        if not -20 <= self.nice <= 19:
+            raise FieldError("nice", f"must be -20 to 19, got {self.nice}")
         if self.http:
             try:
                 address = parse_address(self.http)

@@ -26,7 +26,7 @@ def restorable(groups: Sequence[Group], present: Sequence[Sequence[bool]], chunk
     bounds: list[tuple[Sequence[bool], int]] = []
     for group, there in zip(groups, present, strict=True):
         if group.kind is GroupKind.FULL:
-            chunks = next((index for index in range(chunks) if not there[index]), chunks)
+            chunks = there.index(False, 0, chunks) if not all(there[:chunks]) else chunks
         elif group.kind is GroupKind.WINDOW:
             bounds.append((there, window_chunks(group, chunk_tokens)))
         else:

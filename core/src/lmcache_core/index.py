@@ -132,16 +132,22 @@ class Index:
             del self._by_extent[entry.slot.extent_id]  # extents come and go, their numbers never return
 
     def hold(self, entries: Iterable[Entry]) -> None:
+        fresh: list[Entry] = []
         for entry in entries:
-            if not entry.holds and entry.state is State.READY:
-                self._evictable[entry.slot.nbytes] -= 1
+            if not entry.holds:
+                fresh.append(entry)
             entry.holds += 1
+        for nbytes, count in _ready_by_size(fresh).items():
+            self._evictable[nbytes] -= count
 
     def unhold(self, entries: Iterable[Entry]) -> None:
+        free: list[Entry] = []
         for entry in entries:
             entry.holds -= 1
-            if not entry.holds and entry.state is State.READY:
-                self._evictable[entry.slot.nbytes] = self._evictable.get(entry.slot.nbytes, 0) + 1
+            if not entry.holds:
+                free.append(entry)
+        for nbytes, count in _ready_by_size(free).items():
+            self._evictable[nbytes] = self._evictable.get(nbytes, 0) + count
 
     def used(self, tenant: bytes) -> int:
         """Bytes of slots that hold the tenant's records, or are being filled with them."""
@@ -153,3 +159,8 @@ class Index:
 
     def in_extent(self, extent_id: int) -> set[Entry]:
         return self._by_extent.get(extent_id, set())
+
+
+def _ready_by_size(entries: list[Entry]) -> Counter[int]:
+    ready = State.READY
+    return Counter([entry.slot.nbytes for entry in entries if entry.state is ready])

@@ -57,7 +57,9 @@ class _Shards:
 
     present: list[bool]
     resident: list[bool]
-    entries: list[tuple[int, Entry]] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    """Of `entries`."""
     below: list[tuple[int, Tier, bytes]] = field(default_factory=list)
 
 
@@ -202,7 +204,11 @@ class Leases:
             here = lengths
         longest = lengths[-1] if lengths else 0
         for shards in found:
-            lease.entries += [entry for position, entry in shards.entries if position < longest]
+            if longest == len(shards.present):
+                lease.entries += shards.entries
+            else:
+                pairs = zip(shards.positions, shards.entries, strict=True)
+                lease.entries += [entry for position, entry in pairs if position < longest]
         self._index.hold(lease.entries)
         by_tier: dict[Tier, list[bytes]] = {}
         for shards in found:
@@ -222,16 +228,20 @@ class Leases:
         result = _Shards([True] * limit, [True] * limit)
         for shard in group.shards:
             prefix = shard.shard_id
-            for position, digest in enumerate(chain.digests[:limit]):
-                entry = get(prefix + digest)
-                if entry is not None and entry.state is ready:
-                    result.entries.append((position, entry))
+            there = [get(prefix + digest) for digest in chain.digests[:limit]]
+            entries = [entry for entry in there if entry is not None and entry.state is ready]
+            if len(entries) == len(there):
+                result.entries += entries
+                result.positions += range(len(there))
+                continue
+            for position, entry in enumerate(there):
+                if entry is not None and entry.state in (ready, loading):
+                    result.resident[position] &= entry.state is ready
+                    result.entries.append(entry)
+                    result.positions.append(position)
                     continue
                 result.resident[position] = False
-                if entry is not None and entry.state is loading:
-                    result.entries.append((position, entry))
-                    continue
-                key = prefix + digest
+                key = prefix + chain.digests[position]
                 tier = next((tier for tier in tiers if key in tier.known), None)
                 if tier is not None:
                     result.below.append((position, tier, key))

@@ -6,10 +6,12 @@ import array
 import itertools
 import mmap
 import os
+import select
 import socket
 import struct
 import threading
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -24,6 +26,7 @@ from ..forks import not_for_children
 
 _RECV_NBYTES: Final = 1 << 18
 _MAX_FDS: Final = 16
+_ARMED: Final = select.EPOLLIN | select.EPOLLONESHOT
 
 
 class MappedExtent:
@@ -47,7 +50,11 @@ class MappedExtent:
 
 
 class Link:
-    """`ask` and `tell` from any thread; one reader thread calls `messages`.  Broken once, it is thrown away."""
+    """`ask` and `tell` from any thread; one reader thread calls `messages`.  Broken once, it is thrown away.
+
+    Whoever asks receives its answer itself, if nobody else is receiving: one thread less to be scheduled on the way.
+    Meanwhile the reader's wait is disarmed; it is given what is not an answer.
+    """
 
     def __init__(
         self,
@@ -73,7 +80,16 @@ class Link:
         self._calls = itertools.count(1)
         self._frames = wire.Frames(wire.to_client_decoder())
         self._fds: list[int] = []
+        self._receiving = threading.Lock()
+        """Held by the one thread that receives."""
+        self._arming = threading.Lock()
+        self._closed = False
+        self._unclaimed: deque[wire.ToClient] = deque()
+        self._trouble: Exception | None = None
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._epoll = select.epoll()
+        self._poll = select.poll()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             self._sock.settimeout(connect_timeout_s)
             self._sock.connect(str(path))
@@ -91,8 +107,11 @@ class Link:
             self._sock.settimeout(None)
             timeout = struct.pack("ll", int(send_timeout_s), int(send_timeout_s % 1 * 1e6))
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+            self._poll.register(self._sock, select.POLLIN)
+            self._epoll.register(self._wake_fd, select.EPOLLIN)
+            self._epoll.register(self._sock, _ARMED)
         except BaseException:
-            self._sock.close()
+            self._close_all()
             raise
 
     def model(self, model: Model) -> int:
@@ -128,9 +147,11 @@ class Link:
     def ask(self, call: int, message: object | Callable[[], object], timeout_s: float) -> wire.Reply:
         """The answer to a question; BackendUnavailable without one in time, which then comes out of `messages`."""
         answer = self._answers[call] = _Answer()
+        deadline = time.monotonic() + timeout_s
         try:
             self.tell(message)
-            if not answer.come.wait(timeout_s):
+            self._receive_for(answer, deadline)
+            if not answer.come.wait(max(0.0, deadline - time.monotonic())):
                 if self._gave_up(call):
                     raise BackendUnavailable(f"no answer from the daemon in {timeout_s} s")
                 answer.come.wait()  # it is just being handed over
@@ -145,16 +166,19 @@ class Link:
     def messages(self) -> Iterator[wire.ToClient]:
         """Every message that nobody waits for, until the connection breaks (OSError or WireError)."""
         while True:
-            for message in self._receive():
-                if isinstance(message, wire.ExtentOpened):
-                    self._open(message)
-                elif isinstance(message, wire.Refused):
-                    raise wire.WireError(f"the daemon ends the connection: {message.reason}")
-                elif isinstance(message, wire.Reply) and (answer := self._answered(message.call)) is not None:
-                    answer.reply = message
-                    answer.come.set()
-                else:
-                    yield message
+            while self._unclaimed:
+                yield self._unclaimed.popleft()
+            if self._trouble is not None:
+                raise self._trouble
+            for fd, _ in self._epoll.poll():
+                if fd == self._wake_fd:
+                    os.eventfd_read(fd)
+                elif self._receiving.acquire(blocking=False):  # else whoever has it arms the wait again
+                    try:
+                        self._receive_some()
+                    finally:
+                        self._receiving.release()
+                    self._arm()
 
     def abandon(self, reason: str) -> None:
         """Break the connection; the reader ends soon."""
@@ -173,16 +197,14 @@ class Link:
             except KeyError:
                 break
             answer.come.set()
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
-        with self._send_lock:  # nobody may be sending to a number that is another file's
-            self._sock.close()
+        # Nobody may be using a number that is another file's.
+        with self._receiving, self._send_lock, self._arming:
+            self._close_all()
 
     def in_forked_child(self) -> None:
         """The connection is the parent's: close our copy and leave it as it is."""
         self.broken = "this process was forked"
-        self._sock.close()
+        self._close_all()
 
     def _answered(self, call: int) -> _Answer | None:
         with self._answers_lock:
@@ -196,15 +218,71 @@ class Link:
             self.late.add(call)
             return True
 
+    def _close_all(self) -> None:
+        self._closed = True
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._epoll.close()
+        self._sock.close()
+        os.close(self._wake_fd)
+
+    def _receive_for(self, answer: _Answer, deadline: float) -> None:
+        """Receive until the answer has come or the deadline has; return at once if another thread is receiving."""
+        if not self._receiving.acquire(blocking=False):
+            return
+        try:
+            if self.broken:
+                return
+            self._arm(0)
+            while not answer.come.is_set() and (left_s := deadline - time.monotonic()) > 0:
+                if self._poll.poll(1000 * left_s):
+                    self._receive_some()
+                    if self._unclaimed:
+                        os.eventfd_write(self._wake_fd, 1)
+        except (OSError, wire.WireError) as error:
+            self._trouble = error
+        except BaseException:  # what was received is lost, and with it the place in the stream
+            self._trouble = wire.WireError("interrupted while receiving")
+            raise
+        finally:
+            if self._trouble is not None:
+                os.eventfd_write(self._wake_fd, 1)
+            self._receiving.release()
+            self._arm()
+
+    def _arm(self, events: int = _ARMED) -> None:
+        """Have the reader woken once.  Only after `_receiving` was released: while another holds that, in vain."""
+        with self._arming:
+            if not self._closed:
+                self._epoll.modify(self._sock, events)
+
+    def _receive_some(self) -> None:
+        """Take what is there; answers go to who waits for them, the rest to `messages`."""
+        try:
+            messages = self._receive(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        for message in messages:
+            if isinstance(message, wire.ExtentOpened):
+                self._open(message)
+            elif isinstance(message, wire.Refused):
+                raise wire.WireError(f"the daemon ends the connection: {message.reason}")
+            elif isinstance(message, wire.Reply) and (answer := self._answered(message.call)) is not None:
+                answer.reply = message
+                answer.come.set()
+            else:
+                self._unclaimed.append(message)
+
     def _first(self) -> wire.ToClient:
         while True:
             for message in self._receive():
                 return message
 
-    def _receive(self) -> list[wire.ToClient]:
+    def _receive(self, flags: int = 0) -> list[wire.ToClient]:
         size = array.array("i").itemsize
         data, ancillary, _, _ = self._sock.recvmsg(
-            _RECV_NBYTES, socket.CMSG_LEN(_MAX_FDS * size), socket.MSG_CMSG_CLOEXEC
+            _RECV_NBYTES, socket.CMSG_LEN(_MAX_FDS * size), socket.MSG_CMSG_CLOEXEC | flags
         )
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

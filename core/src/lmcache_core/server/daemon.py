@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 import stat
+import threading
 import time
 from collections import deque
 from dataclasses import asdict
@@ -90,6 +91,7 @@ class Daemon:
             at_end.push_async_callback(self._end_connections)
             loop.add_reader(self._listener, self._accept)
             also = "".join(f", {kind} {place.address}" for kind, place in (("http", http), ("tcp", tcp)) if place)
+            set_nice(self._server.nice)
             log.info("serving on %s%s, boot id %s", self.socket_path, also, self._pool.boot_id)
             self._also = {"http": str(http.address) if http else "", "tcp": str(tcp.address) if tcp else ""}
             notify_systemd("READY=1")
@@ -355,6 +357,17 @@ def raise_descriptor_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def set_nice(nice: int) -> None:
+    """Give the calling thread this priority, as far as the system allows it."""
+    thread = threading.get_native_id()
+    if nice == os.getpriority(os.PRIO_PROCESS, thread):
+        return
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
+    except PermissionError:
+        log.info("server.nice %d is not allowed here: answers may wait for busy engines", nice)
 
 
 def max_connections() -> int:
