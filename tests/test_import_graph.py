@@ -23,7 +23,7 @@ LAYERS = (
     {"units", "spelling", "nodes", "options"},
     {"endpoints"},
     {"plugins", "config"},
-    {"index", "transfer", "breaker", "events", "metrics", "shares", "manifest"},
+    {"index", "transfer", "breaker", "events", "history", "metrics", "shares", "manifest"},
     {"sealing", "ledger"},
     {"tier"},
     {"leases"},

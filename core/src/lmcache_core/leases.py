@@ -14,6 +14,7 @@ from typing import Final
 from . import frame
 from .chain import Chain, Group, GroupKind
 from .groups import restorable
+from .history import BEING_STORED, LATE, NEVER_STORED, TIER_DOWN, History, Lookup
 from .index import Entry, Index, State
 from .keys import ChunkKey
 from .metrics import Metrics
@@ -37,6 +38,7 @@ class Found:
 @dataclass(slots=True, eq=False)
 class _Lease:
     lease_id: int
+    request: str
     chain: Chain
     touched: float
     found: Found | None = None
@@ -72,6 +74,7 @@ class Leases:
         index: Index,
         tiers: Sequence[Tier],
         metrics: Metrics,
+        history: History,
         *,
         timeout_s: float,
         clock: Callable[[], float],
@@ -81,6 +84,7 @@ class Leases:
         self._index = index
         self._tiers = tiers
         self._metrics = metrics
+        self._history = history
         self._timeout_s = timeout_s
         self._clock = clock
         self._leases: OrderedDict[str, _Lease] = OrderedDict()
@@ -168,7 +172,7 @@ class Leases:
         return bool(old)
 
     def _open(self, chain: Chain, request: str) -> _Lease:
-        lease = self._leases[request] = _Lease(next(self._ids), chain, self._clock())
+        lease = self._leases[request] = _Lease(next(self._ids), request, chain, self._clock())
         if len(self._leases) > MAX_LEASES:
             self._end(next(iter(self._leases)))
         return lease
@@ -277,9 +281,39 @@ class Leases:
         if lease.counted or lease.found is None:
             return
         lease.counted = True
-        lengths = lease.found.restorable
-        chunks = lengths[-1] if lengths else 0
-        result = "miss" if not chunks else "full" if chunks == len(lease.chain) else "partial"
+        found, chain = lease.found, lease.chain
+        family = chain.model.family
+        chunks = found.restorable[-1] if found.restorable else 0
+        result = "miss" if not chunks else "full" if chunks == len(chain) else "partial"
         self._metrics.add("lookups", result=result)
-        self._metrics.add("lookup_tokens", lease.chain.tokens)
-        self._metrics.add("hit_tokens", chunks * lease.chain.model.family.chunk_tokens)
+        self._metrics.add("lookup_tokens", chain.tokens)
+        self._metrics.add("hit_tokens", chunks * family.chunk_tokens)
+        missing = chain.digests[chunks] if chunks < len(chain) else b""
+        self._history.answered(
+            Lookup(
+                at=time.time(),
+                request=lease.request,
+                family_id=family.family_id,
+                tokens=chain.tokens,
+                chunks=len(chain),
+                hit_chunks=chunks,
+                resident_chunks=found.resident,
+                refused_chunks=0,
+                result=result,
+                reason=self._why(lease, missing) if missing else "",
+                missing=missing,
+            )
+        )
+
+    def _why(self, lease: _Lease, digest: bytes) -> str:
+        """Why the chunk `digest` was not reported."""
+        assert lease.found is not None
+        if lease.found.pending:
+            return LATE
+        keys = [shard.shard_id + digest for shard in lease.chain.model.shards]
+        if any((entry := self._index.entries.get(key)) and entry.state is State.RESERVED for key in keys):
+            return BEING_STORED
+        losses = self._history.why(digest)
+        if any(key in tier.known for tier in self._tiers if not tier.ready for key in keys):
+            return TIER_DOWN
+        return losses[0].reason if losses else NEVER_STORED

@@ -11,6 +11,7 @@ from typing import Final, Protocol
 from .device import Device
 from .errors import CacheError
 from .events import Events
+from .history import History
 from .metrics import Metrics
 from .pool import Pool
 from .pooled import PooledCache
@@ -52,6 +53,11 @@ class LocalCache(PooledCache):
         tiers = tuple(tier.status() for tier in self._pool.tiers)
         capacity = self._pool.slab.capacity_nbytes
         return CacheStatus(self._pool.boot_id, self._device_name, records, in_use, used, capacity, tiers)
+
+    @property
+    def history(self) -> History:
+        """What became of chunks and lookups lately."""
+        return self._pool.history
 
     def close(self) -> None:
         if not self._forked:

@@ -17,6 +17,7 @@ from .device import Device
 from .endpoints import socket_path
 from .errors import ConfigError, DeviceError, PluginError
 from .events import Events
+from .history import History
 from .local import LocalCache
 from .metrics import Metrics
 from .policy import EvictionPolicy
@@ -66,10 +67,12 @@ def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
     below = [tier for tier in config.tiers if tier is not host]
     slab = Slab(capacity)
     events = open_events(config, metrics)
+    history = History()
+    queue_nbytes = max(capacity // 4, 1)
     tiers: list[Tier] = []
     try:
         for tier in below:
-            tiers.append(open_tier(tier, use, metrics, events, max_queued_nbytes=max(capacity // 4, 1)))
+            tiers.append(open_tier(tier, use, metrics, events, max_queued_nbytes=queue_nbytes, history=history))
             tiers[-1].start()
     except BaseException:
         for opened in tiers:
@@ -82,6 +85,8 @@ def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
         new_policy=new_policy,
         metrics=metrics,
         events=events,
+        history=history,
+        policy_name=host.policy if host is not None else "lru",
         name=host.name if host is not None else "staging",
         write=config.write,
         tenant_quota_nbytes=host.tenant_quota_nbytes if host is not None else None,
@@ -102,6 +107,7 @@ def open_tier(
     events: Events,
     *,
     max_queued_nbytes: int,
+    history: History | None = None,
 ) -> Tier:
     """One tier with its backend, codec and policy; not started."""
     codec = _load(plugins.CODECS, config.codec, use)()
@@ -129,6 +135,8 @@ def open_tier(
         max_queued_nbytes=max_queued_nbytes,
         metrics=metrics,
         events=events,
+        history=history,
+        policy_name=config.policy,
     )
 
 

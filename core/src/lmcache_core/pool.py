@@ -17,6 +17,7 @@ from .buffers import Extent, Slab, Slot
 from .chain import Chain, GroupKind, Model, Shard
 from .events import Events
 from .frame import Frame
+from .history import NOT_STORED, History
 from .index import Entry, Index, Sink, State
 from .keys import ChunkKey
 from .layout import PAGE_NBYTES, Layout, page_align
@@ -55,6 +56,8 @@ class Pool:
         new_policy: Callable[[], EvictionPolicy],
         metrics: Metrics,
         events: Events,
+        history: History | None = None,
+        policy_name: str = "",
         name: str = "host",
         write: Write = "through",
         tenant_quota_nbytes: int | None = None,
@@ -68,12 +71,16 @@ class Pool:
         self._new_policy = new_policy
         self._metrics = metrics
         self._events = events
+        self.history = history or History()
+        self._policy_name = policy_name
         self._write = write
         self._tenant_quota_nbytes = tenant_quota_nbytes
         self._clock = clock
         self._lock = threading.RLock()
         self._index = Index()
-        self.leases = Leases(self._lock, self._index, self.tiers, metrics, timeout_s=lease_timeout_s, clock=clock)
+        self.leases = Leases(
+            self._lock, self._index, self.tiers, metrics, self.history, timeout_s=lease_timeout_s, clock=clock
+        )
         self._shares: dict[int, Shares] = {}
         self._generations = itertools.count(1)
         self._uses = 0
@@ -122,7 +129,10 @@ class Pool:
                 entry.alone = alone
                 new.append((position, entry))
         self._submit_writes(again)
-        return Reservation(new, len(span) - len(positions), positions[len(slots) :])
+        refused = positions[len(slots) :]
+        if refused:
+            self.history.lost([keys[span.start + i] for i in refused], self.name, f"{NOT_STORED}no room")
+        return Reservation(new, len(span) - len(positions), refused)
 
     def commit(self, entries: Sequence[Entry]) -> str:
         """Publish what was copied in, and write it to the tiers below as the `write` knob says; "" for success."""
@@ -254,6 +264,8 @@ class Pool:
             if other is not None and not in_use:
                 self.tiers[other].load([self._load_item(entry, other)])
             else:
+                if reason != "miss" and not reason.startswith("corrupt"):  # those have left: the tier said so
+                    self.history.lost([key], self.tiers[where].name, reason)
                 self._fail(entry, reason, give_slot=not in_use)
             return
         frame.set_generation(item.record[:PAGE_NBYTES], entry.generation)
@@ -382,8 +394,9 @@ class Pool:
             self.slab.give(entry.slot)
         if victims:
             self._metrics.add("evictions", len(victims), tier=self.name, reason=reason)
+            keys = [entry.key for entry in victims]
+            self.history.lost(keys, self.name, reason, self._policy_name if reason == "capacity" else "")
             if self._events.wanted:
-                keys = [entry.key for entry in victims]
                 self._events.emit("lmcache_chunks_evicted", tier=self.name, keys=keys, reason=reason)
             if self.tiers and self._write == "on_evict":
                 lost = sum(not self._saved(entry.key) for entry in victims)

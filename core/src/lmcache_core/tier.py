@@ -19,6 +19,7 @@ from .chain import Model
 from .errors import BackendError, BackendFull, CacheError, ChunkCorrupt
 from .events import Events
 from .frame import Frame
+from .history import NOT_STORED, History
 from .keys import SHARD_ID_NBYTES, ChunkKey
 from .layout import Layout, page_align
 from .ledger import Ledger
@@ -100,6 +101,8 @@ class Tier:
         max_queued_nbytes: int,
         metrics: Metrics,
         events: Events,
+        history: History | None = None,
+        policy_name: str = "",
         probe_interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -116,6 +119,8 @@ class Tier:
         self._keeps_manifests = backend.traits.persistent or backend.traits.shared
         self._metrics = metrics
         self._events = events
+        self._history = history or History()
+        self._policy_name = policy_name
         self._lock = threading.Lock()
         self._closed = False
         self._lister: threading.Thread | None = None
@@ -347,6 +352,7 @@ class Tier:
                 self._metrics.add("tier_writes", tier=self.name, result=reason.partition(":")[0] or "ok")
                 if reason:
                     self._metrics.add("drops", tier=self.name, reason=reason.partition(":")[0])
+                    self._history.lost([item.key], self.name, f"{NOT_STORED}{reason}")
                 item.done(item, reason, False)
             if stored:
                 keys = [item.key for item in stored]
@@ -409,6 +415,7 @@ class Tier:
             self._metrics.add("tier_writes", tier=self.name, result="late")
             self._metrics.add("drops", tier=self.name, reason="late")
             item.done(item, "late", True)
+        self._history.lost([item.key for item in batch], self.name, f"{NOT_STORED}late")
 
     def _make_room(self, nbytes: int, shard_id: bytes = b"", at_least: int = 0) -> bool:
         """Reserve `nbytes` of the capacity, deleting what must go; False if there is no room all the same."""
@@ -468,10 +475,13 @@ class Tier:
     def _report_evicted(self, keys: list[ChunkKey], reason: str) -> None:
         if keys:
             self._metrics.add("evictions", len(keys), tier=self.name, reason=reason)
+            policy = self._policy_name if reason == "capacity" else ""
+            self._history.lost(keys, self.name, reason, policy)
             self._events.emit("lmcache_chunks_evicted", tier=self.name, keys=keys, reason=reason)
 
     def _drop(self, batch: list[StoreItem], reason: str) -> None:
         self._metrics.add("drops", len(batch), tier=self.name, reason=reason)
+        self._history.lost([item.key for item in batch], self.name, f"{NOT_STORED}{reason}")
         for item in batch:
             item.done(item, reason, False)
 

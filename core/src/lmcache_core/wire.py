@@ -153,6 +153,15 @@ class Status(_Message, frozen=True):
     call: int
 
 
+class Recall(_Message, frozen=True):
+    """What became of a request, and of the chunks `digests`; see `History.report`.  Answered by a StatusReply."""
+
+    call: int
+    request: str = ""
+    digests: bytes = b""
+    limit: int = 16
+
+
 # From the daemon.
 
 
@@ -259,6 +268,7 @@ ToDaemon = (
     | Pin
     | Unpin
     | Status
+    | Recall
 )
 Reply = FoundReply | Reserved | Count | StatusReply | Failed
 ToClient = Welcome | Refused | ExtentOpened | ExtentDropped | Answered | Arrived | Lost | Reply
