@@ -96,7 +96,8 @@ def test_a_chunk_that_is_being_stored_was_not_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [(Fault.FLIP, "corrupt"), (Fault.VANISH, "lost"), (Fault.BROKEN, "fault: injected: get failed")]
+    ("fault", "reason"),
+    [(Fault.FLIP, "corrupt"), (Fault.VANISH, "lost"), (Fault.BROKEN, "fault: injected: get failed")],
 )
 def test_a_record_that_could_not_be_read_says_why(fault: Fault, reason: str) -> None:
     backend = FaultBackend(dict_backend(), script=[fault], verbs=["get"])
