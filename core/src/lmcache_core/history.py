@@ -49,6 +49,7 @@ class Lookup:
     tokens: int
     chunks: int
     hit_chunks: int
+    hit_tokens: int
     resident_chunks: int
     refused_chunks: int
     """Found, and not reported since loading them would have taken longer than computing them."""
@@ -58,9 +59,12 @@ class Lookup:
     """Why there was no more; empty for a full hit.  The loss of the first chunk that is missing, or one of ours."""
     missing: bytes
     """Digest of the first chunk that was not reported; empty for a full hit."""
+    tiers: tuple[tuple[str, int], ...] = ()
+    """Chunks of the hit by the tier that they were in, nearest first."""
     load_s: float = 0.0
     recompute_s: float = 0.0
-    """What the decision by cost was about: estimated seconds, 0 where nothing was measured."""
+    """What the decision by cost was about: estimated seconds for what was not in host memory, 0 where nothing was
+    measured."""
 
 
 class History:

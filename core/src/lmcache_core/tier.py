@@ -7,6 +7,7 @@ import logging
 import mmap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from . import frame, manifest
 from .backend import Backend, Entry, GetResult, SupportsListing
 from .breaker import Breaker
 from .chain import Model
+from .costs import Costs
 from .errors import BackendError, BackendFull, CacheError, ChunkCorrupt
 from .events import Events
 from .frame import Frame
@@ -71,6 +73,15 @@ class StoreItem:
     """Whose record it is."""
 
 
+@dataclass(slots=True)
+class _Timed:
+    """Batches that were asked for together."""
+
+    began: float
+    left: int
+    nbytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class TierStatus:
     name: str
@@ -114,6 +125,8 @@ class Tier:
         self.breaker = Breaker(probe_interval_s=probe_interval_s, clock=clock, on_change=self._health_changed)
         self.ledger = Ledger(capacity_nbytes, new_policy, tenant_quota_nbytes)
         self.known = self.ledger.known
+        self.costs = Costs()
+        """Seconds until so many bytes that were asked for together were there."""
         self.pin, self.unpin, self.used = self.ledger.pin, self.ledger.unpin, self.ledger.touch
         self._sealer = sealer
         self._keeps_manifests = backend.traits.persistent or backend.traits.shared
@@ -177,13 +190,16 @@ class Tier:
 
     def load(self, items: Sequence[LoadItem]) -> None:
         """Read records in the background, in order; each item is answered once."""
-        for batch in _batches(items):
+        batches = _batches(items)
+        timed = _Timed(time.monotonic(), len(batches))
+        for batch in batches:
             task = Task(
-                partial(self._run_load, batch),
+                partial(self._run_load, batch, timed),
                 partial(self._late_load, batch),
                 partial(_free, batch),
             )
             if not self.breaker.allow() or not self._pool.submit_load(task):
+                self._metrics.add("tier_reads", len(batch), tier=self.name, result="tier unavailable")
                 for item in batch:
                     item.done(item, None, "tier unavailable", False)
 
@@ -207,11 +223,15 @@ class Tier:
             return False
 
         def run() -> Callable[[], None]:
+            began = time.monotonic()
             found = self._call("contains_prefix", lambda: self.backend.contains_prefix(keys, timeout_s=self.timeout_s))
             if isinstance(found, int):
                 self.ledger.learn_new((key, record_nbytes) for key in keys[:found])
 
+            seconds = time.monotonic() - began
+
             def complete() -> None:
+                self._metrics.observe("tier_probe_seconds", seconds, tier=self.name)
                 self._count_health("contains_prefix", keys, [found])
                 done()
 
@@ -226,8 +246,7 @@ class Tier:
 
         def run() -> Callable[[], None]:
             for key in gone:
-                if self.ledger.is_leaving(key):  # else it has been stored again
-                    self._call("remove", partial(self.backend.remove, key))
+                self._call("remove", partial(self.backend.remove, key))
             self.ledger.left(gone)
             left = {key[:SHARD_ID_NBYTES] for key in list(self.known)}
             for shard_id in {key.shard_id for key in gone} - left:
@@ -279,7 +298,7 @@ class Tier:
         self._list()
         return True
 
-    def _run_load(self, batch: list[LoadItem]) -> Callable[[], None]:
+    def _run_load(self, batch: list[LoadItem], timed: _Timed) -> Callable[[], None]:
         started = time.monotonic()
         views = self._sealer.targets([item.record for item in batch], [item.layout for item in batch])
         keys = [item.key for item in batch]
@@ -290,14 +309,28 @@ class Tier:
 
         def complete() -> None:
             self._count_health("get", keys, results)
+            counts = Counter(reason.partition(":")[0] or "ok" for _, reason in answers)
+            nbytes = sum(frame.record_nbytes(found.encoded_nbytes) for found, _ in answers if found is not None)
+            for result, count in counts.items():
+                self._metrics.add("tier_reads", count, tier=self.name, result=result)
+            self._metrics.add("tier_read_bytes", nbytes, tier=self.name)
             self._metrics.observe("tier_read_seconds", seconds, tier=self.name)
+            self._metrics.observe("tier_read_batch_bytes", nbytes, tier=self.name)
+            if counts["ok"] == len(batch):
+                self._time(timed, nbytes)
             for item, (found, reason) in zip(batch, answers, strict=True):
-                self._metrics.add("tier_reads", tier=self.name, result=reason.partition(":")[0] or "ok")
-                if found is not None:
-                    self._metrics.add("tier_read_bytes", frame.record_nbytes(found.encoded_nbytes), tier=self.name)
                 item.done(item, found, reason, False)
 
         return complete
+
+    def _time(self, timed: _Timed, nbytes: int) -> None:
+        """One more batch is there; the last of those asked for together gives a sample of what loading takes."""
+        with self._lock:
+            timed.left -= 1
+            timed.nbytes += nbytes
+            if timed.left:
+                return
+        self.costs.sample(timed.nbytes, time.monotonic() - timed.began)
 
     def _check(self, item: LoadItem, view: memoryview, result: GetResult) -> tuple[Frame | None, str]:
         """Verify one record and bring it, decoded, into its slot; what is wrong is removed."""
@@ -344,9 +377,10 @@ class Tier:
         def complete() -> None:
             for keys, outcome in answers:
                 self._count_health("put", keys, outcome)
-            self._metrics.observe("tier_write_seconds", seconds, tier=self.name)
             stored = [item for item, reason in zip(batch, results, strict=True) if not reason]
             nbytes = sum(item.record.nbytes for item in stored)
+            self._metrics.observe("tier_write_seconds", seconds, tier=self.name)
+            self._metrics.observe("tier_write_batch_bytes", nbytes, tier=self.name)
             self._metrics.add("tier_written_bytes", nbytes, tier=self.name)
             for item, reason in zip(batch, results, strict=True):
                 self._metrics.add("tier_writes", tier=self.name, result=reason.partition(":")[0] or "ok")
@@ -376,6 +410,8 @@ class Tier:
             )
             if too_large:
                 reasons[index] = "full: the record is larger than the tier"
+            elif self.ledger.is_leaving(item.key):  # what is written now would be deleted with what was there
+                reasons[index] = "busy: the record is being removed"
             elif item.key not in self.known:
                 wanted.append(index)
         if wanted:
@@ -422,6 +458,7 @@ class Tier:
         gone, fits = self.ledger.reserve(nbytes, shard_id, at_least)
         for key in gone:
             self._call("remove", partial(self.backend.remove, key))
+        self.ledger.left(gone)
         self._report_evicted(gone, "capacity")
         return fits
 
@@ -469,15 +506,25 @@ class Tier:
             self._report_evicted([key], reason)
 
     def _remove(self, key: ChunkKey, reason: str) -> None:
-        self._forget(key, reason)
+        self._report_evicted(self.ledger.leave([key]), reason)
         self._call("remove", lambda: self.backend.remove(key))
+        self.ledger.left([key])
 
     def _report_evicted(self, keys: list[ChunkKey], reason: str) -> None:
         if keys:
             self._metrics.add("evictions", len(keys), tier=self.name, reason=reason)
             policy = self._policy_name if reason == "capacity" else ""
             self._history.lost(keys, self.name, reason, policy)
+            self._observe_lives(keys, reason)
             self._events.emit("lmcache_chunks_evicted", tier=self.name, keys=keys, reason=reason)
+
+    def _observe_lives(self, keys: list[ChunkKey], reason: str) -> None:
+        lives = self.ledger.end_lives(keys)
+        if lives and reason == "capacity":
+            now, observe = time.monotonic(), self._metrics.observe_all
+            observe("evicted_age_seconds", [now - life.began for life in lives], tier=self.name)
+            observe("evicted_idle_seconds", [now - life.used_at for life in lives], tier=self.name)
+            observe("evicted_uses", [life.uses for life in lives], tier=self.name)
 
     def _drop(self, batch: list[StoreItem], reason: str) -> None:
         self._metrics.add("drops", len(batch), tier=self.name, reason=reason)
