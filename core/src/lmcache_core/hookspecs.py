@@ -39,10 +39,13 @@ def lmcache_request_ended(report: RequestReport) -> None:
 
 
 @hookspec
-def lmcache_prompt_stored(request: str, chain: Chain, span: range, tokens: Sequence[int], result: JobResult) -> None:
+def lmcache_prompt_stored(
+    request: str, chain: Chain, span: range, tokens: Sequence[int], result: JobResult, ended_at: float
+) -> None:
     """An engine's store of the chunks `span` of `chain` ended: they are in host memory, but for `result.failed`.
 
-    `tokens` are those of the chain's first chunks, as far as they are known here.
+    `tokens` are those of the chain's first chunks, as far as they are known here; `ended_at` is in seconds since the
+    epoch.
     """
 
 

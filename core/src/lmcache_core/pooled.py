@@ -432,6 +432,7 @@ class PooledCache(Cache):
                     span=transfer.span,
                     tokens=self._prompts.tokens(transfer.chain),
                     result=result,
+                    ended_at=time.time(),
                 )
             return
         self.metrics.add("loads", len(transfer.span) - failed, result="ok")
