@@ -7,9 +7,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any, Final
 
-from .keys import SHARD_ID_NBYTES, ChunkKey
+from .keys import SHARD_ID_NBYTES, ChunkKey, Family
 
 MAX_LOSSES: Final = 32_768
 """Chunks, for each tier, whose last loss is remembered; some hundred bytes each."""
@@ -45,7 +46,7 @@ class Lookup:
 
     at: float
     request: str
-    family_id: bytes
+    family: Family
     tokens: int
     chunks: int
     hit_chunks: int
@@ -132,11 +133,13 @@ class History:
         found = self.lookup(request) if request else None
         wanted = [*digests, *([found.missing] if found is not None and found.missing else [])]
         return {
-            "lookup": _plain(found) if found is not None else None,
-            "latest": [_plain(one) for one in self.lookups(limit)],
+            "lookup": plain(found) if found is not None else None,
+            "latest": [plain(one) for one in self.lookups(limit)],
             "losses": {digest.hex(): [asdict(loss) for loss in self.why(digest)] for digest in wanted},
         }
 
 
-def _plain(lookup: Lookup) -> dict[str, Any]:
-    return {**asdict(lookup), "family_id": lookup.family_id.hex(), "missing": lookup.missing.hex()}
+def plain(lookup: Lookup) -> dict[str, Any]:
+    """A lookup as JSON has it: the family by its id."""
+    fields = {each.name: getattr(lookup, each.name) for each in dataclass_fields(lookup) if each.name != "family"}
+    return {**fields, "family_id": lookup.family.family_id.hex(), "missing": lookup.missing.hex()}

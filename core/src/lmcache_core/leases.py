@@ -360,7 +360,7 @@ class Leases:
             Lookup(
                 at=time.time(),
                 request=lease.request,
-                family_id=family.family_id,
+                family=family,
                 tokens=chain.tokens,
                 chunks=len(chain),
                 hit_chunks=chunks,

@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
-from .history import Lookup
+from .history import Lookup, plain
 from .requests import RequestReport
 
 LogRequests = Literal["off", "text", "json"]
+T = TypeVar("T")
 _log: Final = logging.getLogger("lmcache_core.requests")
 
 
@@ -20,19 +21,14 @@ def request_log(kind: LogRequests) -> Callable[[RequestReport], None] | None:
     """What writes the line of a request, or None for none."""
     if kind == "off":
         return None
-    return lambda report: _write(kind, request_text(report), {"event": "request", **asdict(report)})
+    return lambda report: _write(kind, request_text, _fields_of_request, report)
 
 
 def lookup_log(kind: LogRequests) -> Callable[[Lookup], None] | None:
     """What writes the line of a lookup in a daemon, which does not see the request's end; or None for none."""
     if kind == "off":
         return None
-
-    def write(lookup: Lookup) -> None:
-        hexed = {"family_id": lookup.family_id.hex(), "missing": lookup.missing.hex()}
-        _write(kind, lookup_text(lookup), {"event": "lookup", **asdict(lookup), **hexed})
-
-    return write
+    return lambda lookup: _write(kind, lookup_text, _fields_of_lookup, lookup)
 
 
 def request_text(report: RequestReport) -> str:
@@ -61,8 +57,18 @@ def _hit(request: str, hit_tokens: int, tokens: int, tiers: tuple[tuple[str, int
     return f"request {request[:64]!r}: prefix hit of {hit_tokens} of {tokens} prompt tokens ({where})"
 
 
-def _write(kind: LogRequests, text: str, fields: dict[str, Any]) -> None:
-    _log.info("%s", json.dumps(fields) if kind == "json" else text, extra={"lmcache_fields": fields})
+def _fields_of_request(report: RequestReport) -> dict[str, Any]:
+    return {"event": "request", **asdict(report)}
+
+
+def _fields_of_lookup(lookup: Lookup) -> dict[str, Any]:
+    return {"event": "lookup", **plain(lookup)}
+
+
+def _write(kind: LogRequests, text: Callable[[T], str], fields: Callable[[T], dict[str, Any]], of: T) -> None:
+    if _log.isEnabledFor(logging.INFO):
+        line = json.dumps(fields(of)) if kind == "json" else text(of)
+        _log.info("%s", line, extra={"lmcache_fields": lambda: fields(of)})
 
 
 class JsonFormatter(logging.Formatter):
@@ -78,7 +84,7 @@ class JsonFormatter(logging.Formatter):
         if own is None:
             fields["message"] = record.getMessage()
         else:
-            fields |= own
+            fields |= own()
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from .cache import Hit
@@ -55,9 +55,39 @@ class RequestReport:
 
 @dataclass(slots=True)
 class _Open:
+    """A request on its way; times by the monotonic clock."""
+
+    request: str
     began: float
-    report: RequestReport
+    hit: Hit | None = None
     worth_s: float = 0.0
+    answered: float = 0.0
+    load_began: float = 0.0
+    load_s: float = 0.0
+    loaded: int = 0
+    failed: int = 0
+    nbytes: int = 0
+    parts: list[Part] = field(default_factory=list)
+
+    def report(self) -> RequestReport:
+        hit = self.hit
+        tokens = hit.chain.model.family.chunk_tokens if hit is not None else 0
+        return RequestReport(
+            request=self.request,
+            started_at=time.time() - (time.monotonic() - self.began),
+            tokens=hit.chain.tokens if hit is not None else 0,
+            hit_tokens=hit.tokens if hit is not None else 0,
+            refused_tokens=hit.refused * tokens if hit is not None else 0,
+            tiers=hit.tiers if hit is not None else (),
+            lookup_s=self.answered - self.began if hit is not None else 0.0,
+            load_after_s=max(0.0, self.load_began - self.began) if self.load_began else 0.0,
+            load_s=self.load_s,
+            loaded_chunks=self.loaded,
+            failed_chunks=self.failed,
+            nbytes=self.nbytes,
+            parts=tuple(self.parts),
+            saved_s=max(0.0, self.worth_s - self.load_s) if self.loaded and self.worth_s else 0.0,
+        )
 
 
 @dataclass(slots=True)
@@ -78,18 +108,10 @@ class Requests:
         """A lookup that `began` then was answered; `token_s` is what a token restored saves, 0 if unknown."""
         if not self.wanted:
             return
-        tokens = hit.chain.model.family.chunk_tokens
         with self._lock:
             found = self._of(hit.request, began)
+            found.hit, found.answered = hit, time.monotonic()
             found.worth_s = max(0.0, token_s) * hit.tokens
-            found.report = replace(
-                found.report,
-                tokens=hit.chain.tokens,
-                hit_tokens=hit.tokens,
-                refused_tokens=hit.refused * tokens,
-                tiers=hit.tiers,
-                lookup_s=time.monotonic() - found.began,
-            )
 
     def loaded(
         self, request: str, began: float, seconds: float, *, ok: int, failed: int, nbytes: int, parts: dict[str, Part]
@@ -99,16 +121,12 @@ class Requests:
             return
         with self._lock:
             found = self._of(request, began)
-            before = found.report
-            found.report = replace(
-                before,
-                load_after_s=before.load_after_s if before.load_s else max(0.0, began - found.began),
-                load_s=max(before.load_s, seconds),
-                loaded_chunks=before.loaded_chunks + ok,
-                failed_chunks=before.failed_chunks + failed,
-                nbytes=before.nbytes + nbytes,
-                parts=(*before.parts, *parts.values()),
-            )
+            found.load_began = found.load_began or began
+            found.load_s = max(found.load_s, seconds)
+            found.loaded += ok
+            found.failed += failed
+            found.nbytes += nbytes
+            found.parts += parts.values()
 
     def ended(self, request: str) -> None:
         """The request was released; unknown ones are ignored."""
@@ -125,16 +143,13 @@ class Requests:
     def _of(self, request: str, began: float) -> _Open:
         found = self._open.get(request)
         if found is None:
-            started_at = time.time() - (time.monotonic() - began)
-            found = self._open[request] = _Open(began, RequestReport(request, started_at))
+            found = self._open[request] = _Open(request, began)
             if len(self._open) > MAX_OPEN:
                 self._tell(self._open.popitem(last=False)[1])
         return found
 
     def _tell(self, found: _Open) -> None:
-        report = found.report
-        if report.loaded_chunks and found.worth_s:
-            report = replace(report, saved_s=max(0.0, found.worth_s - report.load_s))
+        report = found.report()
         self.events.emit("lmcache_request_ended", report=report)
         if self.log is not None:
             self.log(report)

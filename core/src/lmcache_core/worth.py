@@ -9,6 +9,7 @@ from typing import Final
 
 from .chain import Chain, Model
 from .costs import Costs
+from .keys import Family
 
 MAX_FAMILIES: Final = 64
 
@@ -24,7 +25,7 @@ class Worth:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._families: OrderedDict[bytes, _Family] = OrderedDict()
+        self._families: OrderedDict[Family, _Family] = OrderedDict()
 
     def computed(self, model: Model, tokens: int, seconds: float, context_tokens: int = 0) -> None:
         """The engine took so long for `tokens` tokens after `context_tokens`."""
@@ -37,7 +38,7 @@ class Worth:
     def token_s(self, chain: Chain) -> float:
         """Seconds that one restored token of a prompt of this length is worth, negative if copying takes longer; 0 for
         not known."""
-        found = self._families.get(chain.model.family.family_id)
+        found = self._families.get(chain.model.family) if self._families else None
         tokens = len(chain) * chain.model.family.chunk_tokens
         computing = found.computing.estimate(tokens) if found is not None else None
         if found is None or computing is None:
@@ -45,10 +46,9 @@ class Worth:
         return (computing - (found.copying.estimate(tokens) or 0.0)) / tokens
 
     def _of(self, model: Model) -> _Family:
-        family_id = model.family.family_id
         with self._lock:
-            found = self._families.setdefault(family_id, _Family())
-            self._families.move_to_end(family_id)
+            found = self._families.setdefault(model.family, _Family())
+            self._families.move_to_end(model.family)
             if len(self._families) > MAX_FAMILIES:
                 self._families.popitem(last=False)
         return found

@@ -174,7 +174,12 @@ class PrefixCache:
             past.batch_repeat_interleave(prompt.rows)
         if options.get("attention_mask") is None:
             options["attention_mask"] = torch.ones_like(ids)
+        computing = self._clock()
         output, ttft_s = self._timed({"input_ids": ids, self._argument: past, **options}, start)
+        if ttft_s:
+            seconds = ttft_s - (computing - start)
+            hit = report.hit_tokens
+            self.cache.computed(model, prompt.ids.shape[1] - hit, seconds, context_tokens=hit)
         job = None
         try:
             job = self._save(self._longest(prompt, chain, output, past), past, chunks, request)
