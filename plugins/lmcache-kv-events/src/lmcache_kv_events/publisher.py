@@ -34,7 +34,7 @@ class Publisher:
         except BaseException:
             self.close()
             raise
-        self.endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         _log.info("KV events are published on %s", self.endpoint)
 
     def send(self, batch: bytes) -> None:

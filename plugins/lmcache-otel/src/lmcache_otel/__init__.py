@@ -9,6 +9,7 @@ from typing import Final
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode, TracerProvider
+from opentelemetry.util.types import AttributeValue
 
 from lmcache_core import Chain, JobResult, RequestReport, hookimpl
 
@@ -100,7 +101,7 @@ class OtelHooks:
 
     @hookimpl
     def lmcache_tier_health(self, tier: str, healthy: bool, error: str) -> None:
-        attributes = {"lmcache.tier": tier, "lmcache.healthy": healthy}
+        attributes: dict[str, AttributeValue] = {"lmcache.tier": tier, "lmcache.healthy": healthy}
         change = self._tracer.start_span("lmcache.tier_health", Context(), attributes=attributes)
         _fail(change, {error} - {""})
         change.end()
