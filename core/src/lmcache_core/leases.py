@@ -215,8 +215,9 @@ class Leases:
 
     def _found(self, lease: _Lease, resident: int, lengths: tuple[int, ...], pending: bool) -> Found:
         shards = len(lease.chain.model.shards)
-        here = [(self._host, resident)] if resident else []
         below = [(tier.name, -(-len(keys) // shards)) for tier, keys in lease.below]
+        rest = (lengths[-1] if lengths else 0) - sum(chunks for _, chunks in below)
+        here = [(self._host, rest)] if rest > 0 else []
         return Found(resident, lengths, pending, lease.lease_id, lease.refused, (*here, *below))
 
     def _admit(self, lease: _Lease, resident: int, lengths: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 import zmq
 
 from lmcache_core import (
-    CacheConfig,
+    Chain,
     ChunkKey,
     Family,
     Group,
@@ -22,10 +23,8 @@ from lmcache_core import (
     Model,
     Region,
     Shard,
-    TierConfig,
     open_cache,
 )
-from lmcache_core.config import PluginsConfig
 from lmcache_kv_events import ENDPOINT, TOPIC, KvEventHooks
 from lmcache_kv_events.publisher import Publisher
 
@@ -64,8 +63,6 @@ def hooks(told: Told) -> KvEventHooks:
 
 
 def test_a_stored_prompt_is_told_with_hashes_parent_and_tokens(hooks: KvEventHooks, told: Told) -> None:
-    from lmcache_core import Chain
-
     chain = Chain.of(MODEL, range(50))
     hooks.lmcache_prompt_stored(chain, range(1, 3), np.arange(50, dtype=np.uint32), JobResult(1, "r", "store", 2))
     digests = chain.digests
@@ -75,8 +72,6 @@ def test_a_stored_prompt_is_told_with_hashes_parent_and_tokens(hooks: KvEventHoo
 
 
 def test_what_was_not_stored_is_not_told_and_tokens_only_where_they_are_known(hooks: KvEventHooks, told: Told) -> None:
-    from lmcache_core import Chain
-
     chain = Chain.of(MODEL, range(16 * 5))
     result = JobResult(1, "r", "store", 4, failed=((2, 3, "no room"),))
     hooks.lmcache_prompt_stored(chain, range(5), np.arange(32, dtype=np.uint32), result)
@@ -140,7 +135,7 @@ def subscribe(socket: zmq.Socket[bytes], publisher: Publisher, topic: bytes) -> 
 
 
 def test_a_subscriber_hears_what_a_cache_stores_evicts_and_clears(
-    monkeypatch: pytest.MonkeyPatch, subscriber: zmq.Socket[bytes]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subscriber: zmq.Socket[bytes]
 ) -> None:
     monkeypatch.setenv(ENDPOINT, "tcp://127.0.0.1:*")
     monkeypatch.setenv(TOPIC, "kv")
@@ -152,13 +147,10 @@ def test_a_subscriber_hears_what_a_cache_stores_evicts_and_clears(
         made.append(self)
 
     monkeypatch.setattr(KvEventHooks, "__init__", remembering)
-    config = CacheConfig(
-        chunk_tokens=16,
-        device="cpu",
-        tiers=(TierConfig("host", "memory", 1 << 20),),
-        plugins=PluginsConfig(hooks=("kv-events",)),
-    )
-    with open_cache(config) as cache:
+    file = tmp_path / "lmcache.yaml"
+    tiers = "tiers: [{backend: memory, name: host, capacity: 1MiB}]"
+    file.write_text(f"{{chunk_tokens: 16, device: cpu, plugins: {{hooks: [kv-events]}}, {tiers}}}")
+    with open_cache(file) as cache:
         assert isinstance(cache, LocalCache)
         publisher = made[0]._publisher
         assert publisher is not None

@@ -14,10 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from lmcache_core import Family, Group, GroupKind, Layout, LocalCache, Model, Region, Shard, TierConfig, open_cache
-
-from lmcache_core import CacheConfig, RawOptions  # isort: skip
-from lmcache_core.config import PluginsConfig
+from lmcache_core import Family, Group, GroupKind, Layout, LocalCache, Model, Region, RequestReport, Shard, open_cache
 from lmcache_otel import MAX_REQUESTS, OtelHooks
 
 WAIT_S = 60.0
@@ -28,6 +25,14 @@ LAYOUT = Layout(
 FAMILY = Family(model="traced", weights="1", kv_dtype="uint8", chunk_tokens=16)
 SHARD = Shard.of(FAMILY, LAYOUT, layers=(0, 1))
 MODEL = Model(FAMILY, (Group(GroupKind.FULL, (SHARD,)),))
+CONFIG = """
+chunk_tokens: 16
+device: cpu
+tiers:
+  - {{name: host, backend: memory, capacity: 1MiB}}
+  - {{name: disk, backend: disk, capacity: 1MiB, options: {{path: {folder}/store}}}}
+plugins: {{hooks: [otel]}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +53,9 @@ def exporter(provider: TracerProvider) -> Iterator[InMemorySpanExporter]:
 
 
 def opened(folder: Path) -> LocalCache:
-    tiers = (
-        TierConfig("host", "memory", 1 << 20),
-        TierConfig("disk", "disk", 1 << 20, options=RawOptions.of({"path": str(folder)})),
-    )
-    plugins = PluginsConfig(hooks=("otel",))
-    cache = open_cache(CacheConfig(chunk_tokens=16, device="cpu", tiers=tiers, plugins=plugins))
+    file = folder / "lmcache.yaml"
+    file.write_text(CONFIG.format(folder=folder))
+    cache = open_cache(file)
     assert isinstance(cache, LocalCache)
     return cache
 
@@ -143,8 +145,6 @@ def test_an_exporter_that_raises_costs_no_request(tmp_path: Path, exporter: InMe
 
 
 def test_requests_that_are_remembered_are_bounded() -> None:
-    from lmcache_core import RequestReport
-
     hooks = OtelHooks(trace.NoOpTracerProvider())
     for number in range(2 * MAX_REQUESTS):
         hooks.lmcache_request_ended(RequestReport(f"r{number}", 1.0))
@@ -152,8 +152,6 @@ def test_requests_that_are_remembered_are_bounded() -> None:
 
 
 def test_without_a_provider_nothing_is_recorded_and_nothing_fails() -> None:
-    from lmcache_core import RequestReport
-
     hooks = OtelHooks(trace.NoOpTracerProvider())
     hooks.lmcache_request_ended(RequestReport("r", 1.0))
     hooks.lmcache_tier_health("disk", False, "away")
