@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from daemons import serving
 from prometheus_client.parser import text_string_to_metric_families
-from tiny import BLOCKS, RAW, RECORD, Engine, chain, open_local, until
+from tiny import BLOCKS, RAW, RECORD, Engine, chain, open_local, store, until
 
 from lmcache_core.backend import Context, NoOptions
 from lmcache_core.backends.disk import DiskBackend
@@ -218,6 +218,25 @@ def test_what_a_disk_tier_says_that_it_uses_is_what_is_on_disk(tmp_path: Path) -
             if name == "lmcache_used_bytes" and ("tier", "tier1") in labels
         )  # fmt: skip
         assert used == on_disk()
+
+
+def test_a_record_that_is_being_removed_is_not_written_until_it_is_gone() -> None:
+    inner = DictBackend(NoOptions(), Context(capacity_nbytes=None, timeout_s=60.0))
+    backend = FaultBackend(inner, script=[Fault.STALL], verbs=["remove"])
+    with open_local([backend], timeout_s=60.0) as cache:
+        of = chain(1)
+        (key,) = of.keys(of.model.shards[0])
+        store(cache, of)
+        assert cache.drain(60)
+        cache.evict(of)
+        assert backend.stalled.acquire(timeout=60)
+        store(cache, of)
+        assert until(lambda: cache.metrics.count("tier_writes") == 2)
+        assert cache.metrics.count("drops", tier="tier1", reason="busy") == 1
+        backend.release_stalls()
+        assert until(lambda: cache.drain(60))
+        assert key in cache._pool.tiers[0].known
+        assert inner.contains(key)
 
 
 @pytest.mark.parametrize("result", ["late", "failed"])

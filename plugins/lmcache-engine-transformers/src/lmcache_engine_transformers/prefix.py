@@ -62,6 +62,8 @@ class Report:
     """Tokens whose KV was restored, not computed."""
     resident_tokens: int = 0
     """Of the stored prefix, how much was in host memory at the lookup; the rest came from lower tiers."""
+    refused_tokens: int = 0
+    """Found too, and computed all the same: loading them would have taken longer."""
     nbytes: int = 0
     """Bytes restored."""
     lookup_s: float = 0.0
@@ -257,7 +259,8 @@ class PrefixCache:
         try:
             hit = self.cache.lookup_answered(chain, request, timeout_s=self.limits.lookup_timeout_s)
             looked_up = self._clock()
-            report = replace(report, lookup_s=looked_up - start)
+            refused = hit.refused * self._chunk_tokens
+            report = replace(report, lookup_s=looked_up - start, refused_tokens=refused)
             # The last token is computed again even if it is stored: its logits are what generate() needs, and with no
             # token left transformers would feed the whole prompt on top of the restored one.
             wanted = min(hit.chunks * self._chunk_tokens, chain.tokens - 1)
