@@ -56,8 +56,9 @@ def test_a_new_cache_finds_on_disk_what_an_earlier_one_stored(stored: list[Path]
 
 
 def test_a_prefix_that_is_dearer_to_load_than_to_compute_is_computed(
-    stored: list[Path], config: Path, model: Any
+    stored: list[Path], tmp_path: Path, model: Any
 ) -> None:
+    config = write_config(tmp_path, admission="auto")
     with open_prefix_cache(model, config, name="tiny", store_generated=False) as prefix:
         for seed in range(20):  # prefills, from which the cache learns what computing takes
             prefix.generate(prompt(4 * CHUNK + 3, seed=100 + seed), max_new_tokens=1)
