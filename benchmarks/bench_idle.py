@@ -45,8 +45,8 @@ class _Engine:
 
 
 def rows(options: Options) -> Iterator[Row]:
-    requests = 40 if options.quick else 400
-    engine = _Engine(512 if options.quick else 1536)
+    requests = 20 if options.quick else 100
+    engine = _Engine(512 if options.quick else 1024)
     layout = layout_of(layers=2, blocks=16, block_nbytes=4096)
     model, shard = model_of(layout)
     pages = paged(private_buffer(PROMPTS * CHUNKS * layout.nbytes, huge=False), layout)
