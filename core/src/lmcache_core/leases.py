@@ -6,7 +6,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -23,6 +23,7 @@ from .tier import Tier
 log = logging.getLogger(__name__)
 
 MAX_LEASES: Final = 65_536
+_MAX_UNTOLD: Final = 1024
 _PROBE_EVERY: Final = 32
 """One hit in so many that look dear is let through all the same: what is never loaded is never measured again."""
 
@@ -102,7 +103,8 @@ class Leases:
         self._dear = 0
         """Hits that looked dear so far, those let through as probes too."""
         self.on_lookup: Callable[[Lookup], None] | None = None
-        """Told of each lookup that has been answered, under the lock."""
+        """Told of each lookup that has been answered, without the lock."""
+        self._untold: deque[Lookup] = deque(maxlen=_MAX_UNTOLD)
         self._timeout_s = timeout_s
         self._clock = clock
         self._leases: OrderedDict[str, _Lease] = OrderedDict()
@@ -117,6 +119,11 @@ class Leases:
         token restored is worth: the seconds that computing it takes, less what copying it takes.  What costs more is
         refused; 0 means that it was not measured, and nothing is.
         """
+        found = self._lookup(chain, request, on_answered, token_s)
+        self._tell()
+        return found
+
+    def _lookup(self, chain: Chain, request: str, on_answered: Callable[[], None] | None, token_s: float) -> Found:
         with self._lock:
             lease = self._leases.get(request)
             if lease is not None and lease.chain is not chain and lease.chain != chain:
@@ -179,6 +186,7 @@ class Leases:
         """Give back exactly what the request holds.  Twice is fine."""
         with self._lock:
             self._end(request)
+        self._tell()
 
     def count(self) -> int:
         """Requests that hold something, or were told that there is nothing."""
@@ -380,6 +388,15 @@ class Leases:
     def _say(self, lookup: Lookup) -> None:
         self._history.answered(lookup)
         if self.on_lookup is not None:
+            self._untold.append(lookup)
+
+    def _tell(self) -> None:
+        """Without the lock: whoever is told may write to a slow terminal."""
+        while self._untold and self.on_lookup is not None:
+            try:
+                lookup = self._untold.popleft()
+            except IndexError:  # another thread tells it
+                return
             self.on_lookup(lookup)
 
     def _why(self, lease: _Lease, digest: bytes) -> str:

@@ -227,4 +227,5 @@ def open_events(config: CacheConfig, metrics: Metrics) -> Events:
         for name in plugins.call_hooks(manager, hook, **arguments):
             metrics.add("hook_failures", plugin=name)
 
-    return Events(call, lambda: metrics.add("hook_drops"))
+    heard = frozenset(name for name, caller in vars(manager.hook).items() if caller.get_hookimpls())
+    return Events(call, lambda: metrics.add("hook_drops"), heard)

@@ -172,7 +172,7 @@ class PooledCache(Cache):
 
     def chain(self, tokens: Sequence[int] | Any, model: Model, *, extra: Mapping[int, bytes] | None = None) -> Chain:
         made = super().chain(tokens, model, extra=extra)
-        if self._events.wanted:
+        if self._events.hears("lmcache_prompt_stored"):
             self._prompts.remember(made, tokens)
         return made
 
@@ -424,7 +424,7 @@ class PooledCache(Cache):
             self.metrics.add("stores", failed, result="failed")
             self.metrics.add("store_bytes", result.nbytes)
             self.metrics.observe("store_seconds", result.seconds)
-            if self._events.wanted and transfer.chain is not None:
+            if transfer.chain is not None and self._events.hears("lmcache_prompt_stored"):
                 self._events.emit(
                     "lmcache_prompt_stored",
                     request=transfer.request,

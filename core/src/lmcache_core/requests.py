@@ -102,7 +102,7 @@ class Requests:
     @property
     def wanted(self) -> bool:
         """Whether anybody listens."""
-        return self.log is not None or self.events.wanted
+        return self.log is not None or self.events.hears("lmcache_request_ended")
 
     def looked_up(self, hit: Hit, began: float, token_s: float) -> None:
         """A lookup that `began` then was answered; `token_s` is what a token restored saves, 0 if unknown."""
