@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,9 @@ def test_a_subscriber_hears_what_a_cache_stores_evicts_and_clears(
     file.write_text(f"{{chunk_tokens: 16, device: cpu, plugins: {{hooks: [kv-events]}}, {tiers}}}")
     with open_cache(file) as cache:
         assert isinstance(cache, LocalCache)
+        deadline = time.monotonic() + WAIT_S
+        while not made[0].endpoint:  # it is opened on the event thread
+            assert time.monotonic() < deadline
         publisher = made[0]._publisher
         assert publisher is not None
         subscribe(subscriber, publisher, b"kv")
@@ -180,6 +184,31 @@ def test_without_a_subscriber_nothing_is_kept_and_nobody_waits() -> None:
     finally:
         publisher.close()
         publisher.close()
+
+
+def test_a_plugin_that_is_only_loaded_binds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENDPOINT, "tcp://127.0.0.1:*")
+    hooks = KvEventHooks()
+    assert hooks.endpoint == ""
+    hooks.lmcache_cache_started()
+    assert hooks.endpoint.startswith("tcp://127.0.0.1:")
+    hooks.lmcache_cache_stopping()
+    hooks.lmcache_cleared(b"")  # what is told after the end goes nowhere
+    hooks.lmcache_cache_stopping()
+
+
+def test_an_endpoint_that_is_taken_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    publisher = Publisher("tcp://127.0.0.1:*")
+    try:
+        monkeypatch.setenv(ENDPOINT, publisher.endpoint)
+        hooks = KvEventHooks()
+        with pytest.raises(zmq.ZMQError):
+            hooks.lmcache_cleared(b"")
+    finally:
+        publisher.close()
+    hooks.lmcache_cleared(b"")
+    assert hooks.endpoint
+    hooks.lmcache_cache_stopping()
 
 
 def test_an_endpoint_that_is_taken_is_an_error_at_once() -> None:

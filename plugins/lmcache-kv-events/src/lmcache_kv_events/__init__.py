@@ -30,17 +30,18 @@ class KvEventHooks:
 
     def __init__(self, send: Callable[[bytes], None] | None = None, clock: Callable[[], float] = time.time) -> None:
         self._publisher: Publisher | None = None
-        if send is None:
-            endpoint = os.environ.get(ENDPOINT) or DEFAULT_ENDPOINT
-            self._publisher = Publisher(endpoint, os.environ.get(TOPIC, ""))
-            send = self._publisher.send
         self._send = send
         self._clock = clock
+        self._stopped = False
 
     @property
     def endpoint(self) -> str:
-        """Where batches are published; empty if `send` was given."""
+        """Where batches are published; empty before that, or if `send` was given."""
         return self._publisher.endpoint if self._publisher is not None else ""
+
+    @hookimpl
+    def lmcache_cache_started(self) -> None:
+        self._open()
 
     @hookimpl
     def lmcache_prompt_stored(self, chain: Chain, span: range, tokens: Sequence[int], result: JobResult) -> None:
@@ -85,17 +86,21 @@ class KvEventHooks:
 
     @hookimpl
     def lmcache_cache_stopping(self) -> None:
+        self._stopped = True
         if self._publisher is not None:
-            self._send = _nothing
             self._publisher.close()
 
+    def _open(self) -> None:
+        """Bind the endpoint: not when the plugin is only loaded to be looked at.  One that is taken is tried again."""
+        if self._send is None and not self._stopped:
+            endpoint = os.environ.get(ENDPOINT) or DEFAULT_ENDPOINT
+            self._publisher = Publisher(endpoint, os.environ.get(TOPIC, ""))
+            self._send = self._publisher.send
+
     def _publish(self, events: Sequence[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
-        if events:
+        self._open()
+        if events and self._send is not None and not self._stopped:
             self._send(encode(EventBatch(self._clock(), list(events))))
-
-
-def _nothing(batch: bytes) -> None:
-    """What is told after the end goes nowhere."""
 
 
 def _medium(tier: str) -> str:
