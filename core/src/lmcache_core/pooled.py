@@ -77,6 +77,7 @@ class _Transfer:
     request: str
     span: range
     outstanding: int
+    started: float
     chain: Chain | None = None
     shard: Shard | None = None
     pages: Pages = ()
@@ -86,7 +87,6 @@ class _Transfer:
     reservation: Reservation | None = None
     failed: dict[int, str] = field(default_factory=dict)
     nbytes: int = 0
-    started: float = field(default_factory=time.monotonic)
 
     def blocks(self, position: int) -> Sequence[int]:
         """The block ids of one chunk of the span."""
@@ -121,12 +121,13 @@ class PooledCache(Cache):
         self._ids = itertools.count(1)
         self._results: deque[JobResult] = deque(maxlen=MAX_RESULTS)
         self._lock = threading.Lock()
-        self._running: set[_Transfer] = set()
+        self._running: dict[_Transfer, None] = {}
+        """In the order in which they began."""
         self._idle = threading.Condition(self._lock)
         self._closed = False
         self._forked = False
         self._said_forked = False
-        self._registered: set[Mapped] = set()
+        self._registered: dict[Mapped, None] = {}
         self._ready: queue.SimpleQueue[_Ready | Callable[[], None] | None] = queue.SimpleQueue()
         self._stores: deque[_Transfer] = deque()
         self._late: list[tuple[Fence, Callable[[], None]]] = []
@@ -291,11 +292,11 @@ class PooledCache(Cache):
         return Hit(chain, request, found.resident, found.restorable, found.pending, self._pool.boot_id, found.lease_id)
 
     def _begin(self, kind: str, request: str, span: range, outstanding: int) -> _Transfer:
-        transfer = _Transfer(Job(next(self._ids)), kind, request, span, outstanding)
+        transfer = _Transfer(Job(next(self._ids)), kind, request, span, outstanding, time.monotonic())
         with self._lock:
             if self._closed:
                 raise CacheError("the cache is closed")
-            self._running.add(transfer)
+            self._running[transfer] = None
         if not outstanding:
             self._end(transfer)
         return transfer
@@ -309,7 +310,7 @@ class PooledCache(Cache):
         with self._lock:
             if transfer not in self._running:
                 return
-            self._running.discard(transfer)
+            del self._running[transfer]
             if not self._running:
                 self._idle.notify_all()
         span, failed = transfer.span, transfer.failed
@@ -521,11 +522,11 @@ class PooledCache(Cache):
 
     def _register(self, part: Iterable[tuple[int, Entry]]) -> None:
         """Pin each extent with the device before its first copy."""
-        for extent in {self._pool.extent(entry) for _, entry in part}:
+        for extent in dict.fromkeys(self._pool.extent(entry) for _, entry in part):
             with self._lock:
                 if extent in self._registered:
                     continue
-                self._registered.add(extent)
+                self._registered[extent] = None
             try:
                 self._device.register(extent.address, extent.nbytes)
             except CacheError as error:
@@ -536,7 +537,7 @@ class PooledCache(Cache):
         with self._lock:
             if extent not in self._registered:
                 return
-            self._registered.discard(extent)
+            del self._registered[extent]
         self._device.unregister(extent.address, extent.nbytes)
 
     def _unregister_later(self, extent: Mapped) -> None:

@@ -225,8 +225,9 @@ class Tier:
                     self._call("remove", partial(self.backend.remove, key))
             self.ledger.left(gone)
             left = {key[:SHARD_ID_NBYTES] for key in list(self.known)}
-            for shard_id in {key.shard_id for key in gone} - left:
-                self._remove_manifest(shard_id)
+            for shard_id in dict.fromkeys(key.shard_id for key in gone):
+                if shard_id not in left:
+                    self._remove_manifest(shard_id)
             return lambda: None
 
         if not self._pool.submit_load(Task(run, lambda: None, lambda: self.ledger.left(gone))):
