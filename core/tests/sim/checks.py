@@ -114,7 +114,9 @@ def _check_counters(world: World, records: int) -> None:
     world.expect(count("load_bytes") == world.jobs["load_bytes"], "load_bytes is not what the jobs say")
     results = [count("lookups", result=result) for result in ("full", "partial", "miss")]
     world.expect(sum(results) == count("lookups"), "lookups are not full, partial or miss")
-    entered = count("stores", result="ok") + sum(count("tier_reads", tier=t.name, result="ok") for t in world.pool.tiers)
+    entered = count("stores", result="ok") + sum(
+        count("tier_reads", tier=t.name, result="ok") for t in world.pool.tiers
+    )
     left = count("evictions", tier="host")
     world.expect(
         entered - left == records, lambda: f"{entered} records entered host memory, {left} left, {records} are there"

@@ -65,9 +65,7 @@ def _run(plan: Plan) -> Outcome:
         check_rest(world)
         _close(world)
         scheduler.at_points = lambda: None
-        return Outcome(
-            plan.seed, scheduler.trace, scheduler.steps, scheduler.now, world.proven, world.jobs["ended"]
-        )
+        return Outcome(plan.seed, scheduler.trace, scheduler.steps, scheduler.now, world.proven, world.jobs["ended"])
 
 
 def _close(world: World) -> None:

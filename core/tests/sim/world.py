@@ -136,7 +136,14 @@ def plan_of(seed: int) -> Plan:
     )
 
 
-DEVICE_FAULTS: Final = ("device_async", "device_slow", "device_error", "device_foreign", "device_late", "refuse_register")
+DEVICE_FAULTS: Final = (
+    "device_async",
+    "device_slow",
+    "device_error",
+    "device_foreign",
+    "device_late",
+    "refuse_register",
+)
 
 
 def _rates(rng: random.Random, faults: tuple[str, ...], highest: float) -> dict[str, float]:
