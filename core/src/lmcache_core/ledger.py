@@ -5,11 +5,22 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from .index import Siblings
 from .keys import SHARD_ID_NBYTES, ChunkKey
 from .policy import EvictionPolicy, Item
 from .shares import Shares
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One record that was stored."""
+
+    key: ChunkKey
+    nbytes: int
+    depth: int = 0
+    alone: bool = False
 
 
 class Ledger:
@@ -34,14 +45,16 @@ class Ledger:
         self._shares = Shares(new_policy)
         self._tenants: dict[bytes, bytes] = {}
         self._families: dict[bytes, bytes] = {}
+        self._manifests: dict[bytes, int] = {}
+        self._coming: Counter[bytes] = Counter()
+        """Bytes that are being written, by shard."""
         self._leaving: set[bytes] = set()
 
-    def belongs(self, shard_id: bytes, tenant: bytes, family_id: bytes, manifest_nbytes: int = 0) -> None:
-        """Records of this shard are the tenant's and of that family; `manifest_nbytes` more are in use."""
+    def belongs(self, shard_id: bytes, tenant: bytes, family_id: bytes) -> None:
+        """Records of this shard are the tenant's and of that family."""
         with self._lock:
             self._tenants[shard_id] = tenant
             self._families[shard_id] = family_id
-            self.used_nbytes += manifest_nbytes
 
     def has_shard(self, shard_id: bytes) -> bool:
         """Whether its tenant is known."""
@@ -52,18 +65,22 @@ class Ledger:
         with self._lock:
             return [shard_id for shard_id, family in self._families.items() if family == family_id]
 
-    def disown(self, shard_id: bytes, manifest_nbytes: int) -> None:
-        """Inverse of `belongs`."""
+    def has_manifest(self, shard_id: bytes) -> bool:
+        """Whether the tier has what says whose the shard is."""
+        return shard_id in self._manifests
+
+    def learn_manifest(self, shard_id: bytes, nbytes: int) -> None:
+        """The tier has the shard's manifest; room that was reserved for it is given back by `written`."""
+        with self._lock:
+            self.used_nbytes += nbytes - self._manifests.get(shard_id, 0)
+            self._manifests[shard_id] = nbytes
+
+    def disown(self, shard_id: bytes) -> None:
+        """The tier has nothing of the shard, nor its manifest."""
         with self._lock:
             self._families.pop(shard_id, None)
-            if self._tenants.pop(shard_id, None) is not None:
-                self.used_nbytes -= manifest_nbytes
-
-    def learn(self, key: ChunkKey, nbytes: int, depth: int = 0, *, alone: bool = False) -> None:
-        """The tier has the record: it was stored."""
-        with self._lock:
-            self._leaving.discard(key)
-            self._learn(key, nbytes, depth, alone)
+            self._tenants.pop(shard_id, None)
+            self.used_nbytes -= self._manifests.pop(shard_id, 0)
 
     def learn_new(self, records: Iterable[tuple[ChunkKey, int]]) -> None:
         """The tier has these too: they were found.  What is known already, or about to be deleted, is left as it is."""
@@ -113,15 +130,15 @@ class Ledger:
     def reserve(self, nbytes: int, shard_id: bytes = b"", at_least: int = 0) -> tuple[list[ChunkKey], bool]:
         """Count `nbytes` as used for a write to come: (who must be deleted now, whether there is room then).
 
-        `at_least` bytes go in any case: the store is fuller than we know.
+        `at_least` bytes go in any case: the store is fuller than we know.  Ends with `written`.
         """
         with self._lock:
             tenant = self._tenants.get(shard_id, b"")
             gone: list[ChunkKey] = []
             quota = self.tenant_quota_nbytes
             if quota is not None and tenant:
-                while self._shares.used(tenant) + nbytes > quota:
-                    need = self._shares.used(tenant) + nbytes - quota
+                coming = sum(n for shard, n in self._coming.items() if self._tenants.get(shard) == tenant)
+                while (need := self._shares.used(tenant) + coming + nbytes - quota) > 0:
                     if not self._leave(self._shares.own_victims(need, tenant, self._pinned), gone):
                         return gone, False
             start = self.used_nbytes
@@ -136,12 +153,19 @@ class Ledger:
                         return gone, False
                     break
             self.used_nbytes += nbytes
+            self._coming[shard_id] += nbytes
             return gone, True
 
-    def unreserve(self, nbytes: int) -> None:
-        """The write that was reserved for has ended, well or not."""
+    def written(self, nbytes: int, shard_id: bytes = b"", stored: Iterable[Written] = ()) -> None:
+        """The write that `nbytes` were reserved for has ended: the tier has what was `stored`, and no more."""
         with self._lock:
             self.used_nbytes -= nbytes
+            self._coming[shard_id] -= nbytes
+            if not self._coming[shard_id]:
+                del self._coming[shard_id]
+            for record in stored:
+                self._leaving.discard(record.key)
+                self._learn(record.key, record.nbytes, record.depth, record.alone)
 
     def _pinned(self, key: ChunkKey) -> bool:
         return key in self._pins
