@@ -13,6 +13,7 @@ from typing import Final
 
 from . import frame
 from .chain import Chain, Group, GroupKind
+from .errors import CapacityError
 from .groups import restorable
 from .index import Entry, Index, State
 from .keys import ChunkKey
@@ -22,6 +23,7 @@ from .tier import Tier
 log = logging.getLogger(__name__)
 
 MAX_LEASES: Final = 65_536
+MAX_PINS: Final = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class _Shards:
 
 
 class Leases:
-    """Of one pool, under its lock, which it shares.  Bounded: beyond MAX_LEASES the oldest ends."""
+    """Of one pool, under its lock, which it shares.  Bounded: beyond MAX_LEASES the oldest lease ends, never a pin."""
 
     def __init__(
         self,
@@ -84,6 +86,8 @@ class Leases:
         self._timeout_s = timeout_s
         self._clock = clock
         self._leases: OrderedDict[str, _Lease] = OrderedDict()
+        self._pins: dict[str, _Lease] = {}
+        """Those without end."""
         self._ids = itertools.count(1)
 
     def lookup(self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None) -> Found:
@@ -139,13 +143,16 @@ class Leases:
         return found
 
     def hold_resident(self, chain: Chain, request: str) -> int:
-        """Hold what is in host memory, without end, asking and counting; return its length in chunks."""
+        """Hold what is in host memory, without end, asking and counting; return its length in chunks.
+
+        CapacityError beyond MAX_PINS.
+        """
         with self._lock:
             self._end(request)
-            lease = self._open(chain, request)
-            lease.touched, lease.probed, lease.counted = float("inf"), True, True
-            resident, lengths = self._find(lease)
-            lease.found = Found(resident, lengths, False, lease.lease_id)
+            if len(self._pins) >= MAX_PINS:
+                raise CapacityError(f"{MAX_PINS} prompts are pinned, which is the limit; unpin one")
+            lease = self._pins[request] = _Lease(next(self._ids), chain, self._clock())
+            resident, _ = self._find(lease)
             return resident
 
     def release(self, request: str) -> None:
@@ -154,8 +161,8 @@ class Leases:
             self._end(request)
 
     def count(self) -> int:
-        """Requests that hold something, or were told that there is nothing."""
-        return len(self._leases)
+        """Requests that hold something, or were told that there is nothing, and pins."""
+        return len(self._leases) + len(self._pins)
 
     def expire(self) -> bool:
         """End the leases of requests that stopped asking; whether there were any.  Under the lock."""
@@ -174,10 +181,10 @@ class Leases:
         return lease
 
     def _end(self, request: str) -> None:
-        lease = self._leases.pop(request, None)
-        if lease is not None:
-            self._let_go(lease)
-            self._count(lease)
+        for lease in (self._leases.pop(request, None), self._pins.pop(request, None)):
+            if lease is not None:
+                self._let_go(lease)
+                self._count(lease)
 
     def _let_go(self, lease: _Lease) -> None:
         self._index.unhold(lease.entries)

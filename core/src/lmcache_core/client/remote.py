@@ -92,6 +92,7 @@ class RemotePool:
         self._closing = False
         self._asked: OrderedDict[str, Link] = OrderedDict()
         """Requests that may hold something, and where."""
+        self._pinned: dict[str, Link] = {}
         self._said_down = False
         self._ask_again_at = 0.0
         self._said_silent = False
@@ -146,13 +147,14 @@ class RemotePool:
 
     def release(self, request: str) -> None:
         self._forget_callback(request)
-        link = self._asked.pop(request, None)
+        asked, pinned = self._asked.pop(request, None), self._pinned.pop(request, None)
+        link = asked or pinned
         if link is not None:
             self._tell_on(link, wire.Release(request))
 
     def hold_resident(self, chain: Chain, request: str) -> int:
         def question(link: Link, call: int) -> object:
-            self._remember(request, link)
+            self._pinned[request] = link
             return wire.Hold(call, link.model(chain.model), b"".join(chain.digests), request)
 
         reply = self._ask(question, wire.Count)
@@ -413,6 +415,7 @@ class RemotePool:
             callbacks = list(self._on_answered.values())
             self._on_answered.clear()
             self._asked.clear()
+            self._pinned.clear()
             self._changed.notify_all()
         if not self._closing:
             self._say_down(reason)
