@@ -28,7 +28,7 @@ LAYERS = (
     {"tier"},
     {"leases"},
     {"pool"},
-    {"wire", "pooled"},
+    {"wire", "late", "pooled"},
     {"local"},
     {"client"},
     {"opening"},

@@ -20,6 +20,7 @@ from .errors import CacheError
 from .events import Events
 from .forks import tell_of_forks
 from .index import Entry, Sink
+from .late import LateCopies
 from .leases import Found
 from .metrics import Metrics
 from .pool import Reservation
@@ -32,6 +33,8 @@ MAX_STORES: Final = 4096
 _COPY_NBYTES: Final = 256 << 20
 """One call of the device copies about this much, so that loads need not wait long behind a store."""
 _FENCE_TIMEOUT_S: Final = 30.0
+_LOOK_INTERVAL_S: Final = 1.0
+"""How often it is looked whether a copy that was given up has ended."""
 
 
 class Mapped(Protocol):
@@ -130,8 +133,7 @@ class PooledCache(Cache):
         self._registered: dict[Mapped, None] = {}
         self._ready: queue.SimpleQueue[_Ready | Callable[[], None] | None] = queue.SimpleQueue()
         self._stores: deque[_Transfer] = deque()
-        self._late: list[tuple[Fence, Callable[[], None]]] = []
-        """Copies that a device did not end in time: their slots are not for anybody else yet."""
+        self._late = LateCopies()
         self._mover = threading.Thread(target=self._move, name="lmcache-mover", daemon=True)
         self._mover.start()
         tell_of_forks(self)
@@ -258,6 +260,7 @@ class PooledCache(Cache):
         self._events.emit("lmcache_cache_stopping", cache=self)
         self._ready.put(None)
         self._mover.join()
+        self._late.wait(_FENCE_TIMEOUT_S)
         self._pool.close()
         while not self._ready.empty():
             self._ready.get()
@@ -379,7 +382,7 @@ class PooledCache(Cache):
         stopping = False
         while not stopping:
             arrived: dict[_Transfer, list[_Ready]] = {}
-            item = self._ready.get()
+            item = self._next_item()
             while True:
                 if item is None:
                     stopping = True
@@ -391,8 +394,7 @@ class PooledCache(Cache):
                     item = self._ready.get_nowait()
                 except queue.Empty:
                     break
-            if self._late:
-                self._end_late()
+            self._late.look()
             for transfer, ready in arrived.items():
                 self._arrived(transfer, ready)
             if self._stores and not stopping:
@@ -402,6 +404,12 @@ class PooledCache(Cache):
             if transfer.reservation is not None:
                 left = [entry for p, entry in transfer.reservation.new if p not in transfer.failed]
                 self._pool.abort(left, "the cache was closed")
+
+    def _next_item(self) -> _Ready | Callable[[], None] | None:
+        try:
+            return self._ready.get(timeout=_LOOK_INTERVAL_S if self._late else None)
+        except queue.Empty:
+            return _nothing
 
     def _arrived(self, transfer: _Transfer, ready: list[_Ready]) -> None:
         """Copy what has come into the engine's blocks, and end the transfer when nothing is out."""
@@ -449,7 +457,7 @@ class PooledCache(Cache):
         if late is None:
             return [entry for _, entry in part]
         reading = [entry for _, entry in intact]
-        self._late.append((late, partial(self._pool.unhold, reading)))
+        self._late.add(late, partial(self._pool.unhold, reading), map(self._pool.extent, reading), records)
         return [entry for _, entry in part if entry not in reading]
 
     def _gather_some(self, transfer: _Transfer) -> None:
@@ -477,7 +485,8 @@ class PooledCache(Cache):
             if late is None:
                 self._pool.abort(entries, problem)
             else:
-                self._late.append((late, partial(self._pool.abort, entries, problem)))
+                give_back = partial(self._pool.abort, entries, problem)
+                self._late.add(late, give_back, map(self._pool.extent, entries), records)
         else:
             if not transfer.reservation.new:
                 transfer.job._set_gathered()
@@ -511,15 +520,6 @@ class PooledCache(Cache):
             log.exception("device %s raised; this is its bug", self._device_name)
             return f"device: {error!r}", None
 
-    def _end_late(self) -> None:
-        """Give back the slots of copies that were given up and have ended now."""
-        self._late, late = [], self._late
-        for fence, then in late:
-            if fence.done():
-                then()
-            else:
-                self._late.append((fence, then))
-
     def _register(self, part: Iterable[tuple[int, Entry]]) -> None:
         """Pin each extent with the device before its first copy."""
         for extent in dict.fromkeys(self._pool.extent(entry) for _, entry in part):
@@ -533,9 +533,9 @@ class PooledCache(Cache):
                 log.warning("device %s copies through unpinned memory: %s", self._device_name, error)
 
     def _unregister(self, extent: Mapped) -> None:
-        """Unpin an extent that no copy uses."""
+        """Unpin an extent, unless a copy was given up that may still use it."""
         with self._lock:
-            if extent not in self._registered:
+            if extent not in self._registered or self._late.uses(extent):
                 return
             del self._registered[extent]
         self._device.unregister(extent.address, extent.nbytes)
@@ -543,6 +543,10 @@ class PooledCache(Cache):
     def _unregister_later(self, extent: Mapped) -> None:
         """Unpin after the copies that the mover has begun."""
         self._ready.put(partial(self._unregister, extent))
+
+
+def _nothing() -> None:
+    return None
 
 
 def _no_hit(chain: Chain, request: str) -> Hit:
