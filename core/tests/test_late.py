@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tiny import RECORD, chain, open_local, store, until
+from tiny import BLOCKS, RECORD, Engine, chain, open_local, store, until
 
 from lmcache_core import LocalCache, late, pooled
 from lmcache_core.devices.cpu import CpuDevice
@@ -57,7 +57,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDevice]:
 
 
 def slots(cache: LocalCache) -> int:
-    return cache._pool.usage()[0]
+    """How many are not free."""
+    return sum(extent.slots - len(extent.free) for extent in cache._pool.slab.extents.values())
 
 
 def test_the_slots_of_a_late_copy_come_back_when_it_has_ended_though_nobody_asks_for_anything(device):
@@ -65,6 +66,23 @@ def test_the_slots_of_a_late_copy_come_back_when_it_has_ended_though_nobody_asks
         assert store(cache, chain(2)).failed == ((0, 2, "device: not done in 0.05 s"),)
         assert slots(cache) == 2
         assert store(cache, chain(2, seed=1)).failed == ((0, 2, "no room"),)
+        device.fences[0].ended.set()
+        assert until(lambda: slots(cache) == 0)
+
+
+def test_whoever_waits_for_a_record_hears_when_its_copy_is_given_up_not_when_it_ends(device):
+    with open_local(device=device) as cache:
+        prompt, engine = chain(2), Engine()
+        shard = prompt.model.shards[0]
+        first = cache.store(prompt, shard, range(2), engine.pages, engine.compute(prompt, shard, range(2)))
+        assert until(lambda: bool(device.fences))
+        hit = cache.lookup(prompt, "r")
+        second = cache.retrieve(hit, shard, range(2), engine.pages, list(range(2 * BLOCKS)))
+        assert first.wait(10) is not None
+        result = second.wait(10)
+        assert result is not None, "it waits for a copy that nobody waits for any more"
+        assert result.ok_chunks == 0
+        assert slots(cache) == 2, "the device may still write there"
         device.fences[0].ended.set()
         assert until(lambda: slots(cache) == 0)
 

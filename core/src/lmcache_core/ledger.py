@@ -153,7 +153,8 @@ class Ledger:
                         return gone, False
                     break
             self.used_nbytes += nbytes
-            self._coming[shard_id] += nbytes
+            if nbytes:
+                self._coming[shard_id] += nbytes
             return gone, True
 
     def written(self, nbytes: int, shard_id: bytes = b"", stored: Iterable[Written] = ()) -> None:
@@ -161,7 +162,7 @@ class Ledger:
         with self._lock:
             self.used_nbytes -= nbytes
             self._coming[shard_id] -= nbytes
-            if not self._coming[shard_id]:
+            if self._coming[shard_id] <= 0:
                 del self._coming[shard_id]
             for record in stored:
                 self._leaving.discard(record.key)

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from . import frame
@@ -148,6 +149,11 @@ class Pool:
         """Give up reserved slots that were not filled; without `give_slots` somebody may still write to them."""
         for entry in entries:
             self._fail(entry, reason, give_slot=give_slots)
+
+    def give_up(self, entries: Sequence[Entry], reason: str) -> Callable[[], None]:
+        """`abort` while somebody may still write to the slots: they are free when what is returned is called."""
+        self.abort(entries, reason, give_slots=False)
+        return partial(self.give_slots, entries)
 
     def give_slots(self, entries: Sequence[Entry]) -> None:
         """What `abort` kept back: nobody writes to these slots any more."""

@@ -9,6 +9,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -205,6 +206,10 @@ class RemotePool:
         for link, generations in _by_link(entries).items():
             self._tell_on(link, wire.Abort(generations, reason))
             self._wrote(link, len(generations))
+
+    def give_up(self, entries: Sequence[Entry], reason: str) -> Callable[[], None]:
+        """The daemon is told when what is returned is called; others who wait for the records have deadlines."""
+        return partial(self.abort, entries, reason)
 
     def _wrote(self, link: Link, count: int) -> None:
         """So many copies into slots of `link` have ended; the daemon keeps those of a lost one aside until then."""
