@@ -178,7 +178,7 @@ class Tier:
                 partial(self._late_load, batch),
                 partial(_free, batch),
             )
-            if not self.breaker.allow() or not self._pool.submit_load(task):
+            if not self._submit_load(task):
                 for item in batch:
                     item.done(item, None, "tier unavailable", False)
 
@@ -194,12 +194,11 @@ class Tier:
             if not self.breaker.allow():
                 self._drop(batch, "tier unavailable")
             elif not self._pool.submit_store(task):
+                self.breaker.untried()
                 self._drop(batch, "queue full")
 
     def probe(self, keys: Sequence[ChunkKey], record_nbytes: int, done: Callable[[], None]) -> bool:
         """Ask a shared store for a prefix of `keys` in the background, then `done()`; False if it is not asked."""
-        if not self.breaker.allow():
-            return False
 
         def run() -> Callable[[], None]:
             found = self._call("contains_prefix", lambda: self.backend.contains_prefix(keys, timeout_s=self.timeout_s))
@@ -212,7 +211,19 @@ class Tier:
 
             return complete
 
-        return self._pool.submit_load(Task(run, done, lambda: None))
+        def late() -> None:
+            self._count_late()
+            done()
+
+        return self._submit_load(Task(run, late, lambda: None))
+
+    def _submit_load(self, task: Task) -> bool:
+        if not self.breaker.allow():
+            return False
+        if self._pool.submit_load(task):
+            return True
+        self.breaker.untried()
+        return False
 
     def remove(self, keys: Sequence[ChunkKey], reason: str) -> None:
         """Delete records: not offered from now on, gone from the store in the background."""
@@ -320,8 +331,11 @@ class Tier:
         self._remove(item.key, "corrupt")
         return None, f"corrupt: {problem}"
 
-    def _late_load(self, batch: list[LoadItem]) -> None:
+    def _count_late(self) -> None:
         self.breaker.failed(f"no answer in {2 * self.timeout_s} s")
+
+    def _late_load(self, batch: list[LoadItem]) -> None:
+        self._count_late()
         for item in batch:
             self._metrics.add("tier_reads", tier=self.name, result="late")
             item.done(item, None, "late", True)
@@ -340,6 +354,8 @@ class Tier:
         def complete() -> None:
             for keys, outcome in answers:
                 self._count_health("put", keys, outcome)
+            if not answers:
+                self.breaker.untried()
             self._metrics.observe("tier_write_seconds", seconds, tier=self.name)
             stored = [item for item, reason in zip(batch, results, strict=True) if not reason]
             nbytes = sum(item.record.nbytes for item in stored)
@@ -407,7 +423,7 @@ class Tier:
         return reasons
 
     def _late_store(self, batch: list[StoreItem]) -> None:
-        self.breaker.failed(f"no answer in {2 * self.timeout_s} s")
+        self._count_late()
         for item in batch:
             self._metrics.add("tier_writes", tier=self.name, result="late")
             self._metrics.add("drops", tier=self.name, reason="late")
