@@ -9,7 +9,7 @@ from typing import Final
 
 from tiny import BLOCKS, Engine
 
-from lmcache_core import Chain, Hit, Job, JobResult, Shard
+from lmcache_core import Chain, GroupKind, Hit, Job, JobResult, Shard
 
 from .world import LONGEST, World, prompt
 
@@ -21,7 +21,7 @@ class Client:
     def __init__(self, world: World, number: int) -> None:
         self.world = world
         self.number = number
-        self.rng = random.Random(f"client {world.plan.seed} {number}")
+        self.rng = random.Random(f"client {world.plan.seed} {world.number} {number}")
         self.asked = 0
         self.kept: list[str] = []
         """Requests that were looked up and not released."""
@@ -34,13 +34,17 @@ class Client:
             self.load: 6,
             self.pin_or_unpin: 1,
             self.prefetch: 0.7,
-            self.evict: 0.4,
+            self.evict: world.plan.evictions,
             self.drain: 0.2,
             self.rest: 0.3,
         }
         for _ in range(world.plan.steps):
-            rng.choices(list(steps), list(steps.values()))[0]()
+            step = rng.choices(list(steps), list(steps.values()))[0]
+            step()
             world.scheduler.sleep(rng.expovariate(1 / world.plan.pause_s))
+        if world.plan.abrupt:
+            self.begin_and_leave()
+            return
         for request in self.kept:
             world.cache.release(request)
         for chain in [c for c in world.pinned if self._mine(c)]:
@@ -80,21 +84,38 @@ class Client:
         span = range(hit.chunks if rng.random() < 0.9 else len(chain))
         leased = world.scheduler.now - at < world.plan.lease_timeout_s and world.plan.max_leases > 1000
         loads = []
-        for shard in chain.model.shards:
-            engine = Engine(max(1, len(span)) * BLOCKS)
-            with self._at_once("retrieve"):
-                job = world.cache.retrieve(hit, shard, span, engine.pages, list(range(len(span) * BLOCKS)))
-            self._watch(job, "retrieve", len(span), self._longest_load_s())
-            loads.append((shard, engine, job))
+        for group in chain.model.groups:
+            state = group.kind is GroupKind.STATE
+            part = range(max(0, span.stop - 1), span.stop) if state else span
+            for shard in group.shards:
+                engine = Engine(max(1, len(part)) * BLOCKS)
+                with self._at_once("retrieve"):
+                    job = world.cache.retrieve(hit, shard, part, engine.pages, list(range(len(part) * BLOCKS)))
+                self._watch(job, "retrieve", len(part), self._longest_load_s())
+                sure = leased and (not state or span.stop in (hit.resident, hit.chunks))
+                loads.append((shard, part, engine, job, sure))
         if way == "early":
             world.cache.release(request)
-        for shard, engine, job in loads:
-            self._check(hit, shard, len(span), engine, self._end(job), leased)
+        for shard, part, engine, job, sure in loads:
+            self._check(hit, shard, part, engine, self._end(job), sure)
         if way == "release":
             with self._at_once("release"):
                 world.cache.release(request)
         elif way == "keep":
             self.kept.append(request)
+
+    def begin_and_leave(self) -> None:
+        """Have some of everything under way."""
+        world, chain = self.world, self._chain()
+        shard, span = chain.model.shards[0], range(len(chain))
+        engine = Engine(len(chain) * BLOCKS)
+        ids = engine.compute(chain, shard, span)
+        world.stored.update(chain.keys(shard))
+        self._watch(world.cache.store(chain, shard, span, engine.pages, ids), "store", len(span), 0.0)
+        hit = self._lookup(chain, f"last of {self.number}")
+        job = world.cache.retrieve(hit, shard, span, Engine(len(ids)).pages, ids)
+        self._watch(job, "retrieve", len(span), self._longest_load_s())
+        self.prefetch()
 
     def prefetch(self) -> None:
         chain = self._chain()
@@ -102,7 +123,7 @@ class Client:
             job = self.world.cache.prefetch(chain)
         probing = 2 * max((tier.timeout_s for tier in self.world.plan.tiers), default=0.0)
         self._watch(job, "prefetch", len(chain), self._longest_load_s() + probing)
-        if self.rng.random() < 0.5:
+        if self.rng.random() < 0.5 and not self.world.plan.abrupt:
             self._end(job)
 
     def pin_or_unpin(self) -> None:
@@ -133,7 +154,8 @@ class Client:
     def rest(self) -> None:
         world = self.world
         world.cache.poll()
-        world.scheduler.sleep(self.rng.expovariate(1 / (world.plan.lease_timeout_s / 2)))
+        long = self.rng.random() < 0.1
+        world.scheduler.sleep(7_200.0 if long else self.rng.expovariate(2 / world.plan.lease_timeout_s))
 
     def _lookup(self, chain: Chain, request: str) -> Hit:
         cache = self.world.cache
@@ -144,26 +166,27 @@ class Client:
             timeout_s = self.rng.choice((0.01, 1.0))
             with self._within(timeout_s, "lookup_answered"):
                 hit = cache.lookup_answered(chain, request, timeout_s=timeout_s)
-        self.world.lookups += 1
         return hit
 
-    def _check(self, hit: Hit, shard: Shard, chunks: int, engine: Engine, result: JobResult, leased: bool) -> None:
-        """Every chunk that is said to be there is there; every other one says why, and left no trace if it never came."""
+    def _check(self, hit: Hit, shard: Shard, span: range, engine: Engine, result: JobResult, leased: bool) -> None:
+        """Every chunk that is said to be there is there; every other says why, and left no trace if it never came."""
         world, chain = self.world, hit.chain
         reasons = {n: reason for start, stop, reason in result.failed for n in range(start, stop)}
-        world.expect(result.ok_chunks == min(reasons, default=chunks), "ok_chunks is not the length before a failure")
+        leading = min(reasons, default=span.stop) - span.start
+        world.expect(result.ok_chunks == leading, "ok_chunks is not the length before a failure")
         keys = chain.keys(shard)
-        for n in range(chunks):
+        for n in span:
+            at = (n - span.start) * BLOCKS
             reason = reasons.get(n)
             if reason is None:
                 world.expect(keys[n] in world.stored, "a chunk was found that nobody stored")
-                world.expect(engine.holds(chain, shard, n, n * BLOCKS), f"a lie: chunk {n} holds other bytes")
+                world.expect(engine.holds(chain, shard, n, at), f"a lie: chunk {n} holds other bytes")
                 world.proven += 1
                 continue
             world.expect(reason != "overwritten", "a slot was reused while somebody held it")
             if reason.startswith("device"):
                 continue
-            world.expect(engine.poisoned(n * BLOCKS), f"chunk {n} failed ({reason}) and its blocks were written")
+            world.expect(engine.poisoned(at), f"chunk {n} failed ({reason}) and its blocks were written")
             world.expect(n >= hit.resident or not leased, f"chunk {n} was leased in host memory, then: {reason}")
             if n < hit.chunks and leased and world.plan.calm and reason != "no room":
                 world.expect(False, f"chunk {n} was leased and nothing failed, then: {reason}")
@@ -175,9 +198,10 @@ class Client:
 
         def ended(result: JobResult) -> None:
             excused = scheduler.delayed_s - delayed + world.device.busy.seconds() - busy
+            if world.closed_at is not None:  # what is under way then ends with the close
+                excused += scheduler.now - max(began, world.closed_at)
             took = scheduler.now - began - excused
-            world.longest_s = max(world.longest_s, took)
-            world.expect(took <= bound_s + 1e-6, lambda: f"a {kind} took {took:.3f} s, at most {bound_s} are allowed")
+            world.expect(took <= bound_s + 1e-6, lambda: f"a {kind} took {took:.6f} s, at most {bound_s} are allowed")
             failed = sum(stop - start for start, stop, _ in result.failed)
             if kind == "store":
                 world.expect(result.ok_chunks + result.skipped + failed == chunks, lambda: f"does not add up: {result}")
@@ -192,6 +216,7 @@ class Client:
                 world.jobs["loads failed"] += failed - late
                 world.jobs["load_bytes"] += result.nbytes
             world.jobs["ended"] += 1
+            world.jobs["no room"] += sum(stop - start for start, stop, reason in result.failed if reason == "no room")
 
         world.jobs["begun"] += 1
         job.add_done_callback(ended)
@@ -212,7 +237,7 @@ class Client:
         began, delayed = scheduler.now, scheduler.delayed_s
         yield
         took = scheduler.now - began - (scheduler.delayed_s - delayed)
-        self.world.expect(took <= seconds + 1e-6, lambda: f"{what} took {took:.3f} s, at most {seconds} are allowed")
+        self.world.expect(took <= seconds + 1e-6, lambda: f"{what} took {took:.6f} s, at most {seconds} are allowed")
 
     def _at_once(self, what: str) -> AbstractContextManager[None]:
         return self._within(0.0, what)

@@ -89,6 +89,8 @@ class Scheduler:
         """Exceptions that core's threads have reported as bugs."""
         self.at_points: Callable[[], None] = lambda: None
         """Called now and then where a thread may lose the baton; looks, and changes nothing."""
+        self.refuses: Callable[[str], bool] = lambda name: False
+        """Whether a thread of that name cannot be started now."""
         self._switch_chance = switch
         self._lines = lines
         self._delay_s = delay_s

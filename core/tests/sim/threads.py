@@ -234,6 +234,8 @@ class Thread:
         return self._number
 
     def start(self) -> None:
+        if self._scheduler.refuses(self.name):
+            raise RuntimeError("can't start new thread")
         self._thread = self._scheduler.start(self.name, self._body, self)
         self._scheduler.point()
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import cache as cached
 from typing import Any, Final
 
-from tiny import RECORD, chain, model
+from tiny import LAYERS, LAYOUT, RECORD, chain, family, model
 
-from lmcache_core import Chain, LocalCache, Model, leases, salt_id
+from lmcache_core import Chain, Group, GroupKind, LocalCache, Model, Shard, late, leases, salt_id
 from lmcache_core.backend import Context, Traits
 from lmcache_core.buffers import Slab
 from lmcache_core.codec import Codec, Identity
@@ -36,7 +36,17 @@ from .threads import simulated
 
 WRITE: Final[tuple[Write, ...]] = ("through", "through", "second_use", "on_evict")
 POLICIES: Final = (LRU, S3FIFO, LFU, FIFO, ARC)
-MODELS: Final = (model(), model(salt_id=salt_id("alice")), model(shards=2, salt_id=salt_id("bob")))
+
+
+def _hybrid() -> Model:
+    """Attention over everything beside a recurrent state."""
+    of = family(model="org/hybrid")
+    kinds = (GroupKind.FULL, GroupKind.STATE)
+    shards = [Shard.of(of, LAYOUT, group=n, layers=(n * LAYERS, (n + 1) * LAYERS)) for n in range(2)]
+    return Model(of, tuple(Group(kind, (shard,)) for kind, shard in zip(kinds, shards, strict=True)))
+
+
+MODELS: Final = (model(), model(salt_id=salt_id("alice")), model(shards=2, salt_id=salt_id("bob")), _hybrid())
 LONGEST: Final = 6
 
 
@@ -95,11 +105,19 @@ class Plan:
     max_leases: int
     tiers: tuple[TierPlan, ...]
     device: dict[str, float]
+    caches: int
     clients: int
+    """Of each cache."""
     steps: int
+    evictions: float
+    """How often a client evicts, beside its other steps."""
     models: int
     prompts: int
     pause_s: float
+    threads_refused: float
+    """How often a thread that is stuck cannot be replaced."""
+    abrupt: bool
+    """Closed in the middle of everything."""
     switch: float
     lines: int
     delay_s: float
@@ -125,11 +143,15 @@ def plan_of(seed: int) -> Plan:
         max_leases=rng.choice((65_536, 65_536, 65_536, 4)),
         tiers=tuple(_tier_plan(rng, calm, slots) for _ in range(rng.choice((0, 1, 1, 1, 2, 2)))),
         device={} if calm or rng.random() < 0.5 else _rates(rng, DEVICE_FAULTS, 0.03),
+        caches=rng.choice((1, 1, 1, 2)),
         clients=rng.choice((1, 2, 3, 4)),
         steps=rng.choice((10, 25, 40)),
-        models=rng.choice((1, 1, 2, 3)),
+        evictions=rng.choice((0.0, 0.4, 3.0)),
+        models=rng.choice((1, 1, 2, 3, 4)),
         prompts=rng.choice((1, 2, 4)),
         pause_s=rng.choice((0.0005, 0.005, 0.05, 0.5)),
+        threads_refused=rng.choice((0.0, 0.0, 0.5)),
+        abrupt=rng.random() < 0.2,
         switch=rng.choice((0.02, 0.1, 0.3)),
         lines=rng.choice((0, 0, 0, 30, 300)),
         delay_s=rng.choice((0.0, 0.0, 0.001, 0.1)),
@@ -184,25 +206,24 @@ class World:
     """What runs, and what its clients know to be true."""
 
     plan: Plan
+    number: int
     scheduler: Scheduler
     metrics: Metrics
     events: Events
     cache: LocalCache
     device: SimDevice
     backends: list[SimBackend]
-    rng: random.Random
-    stored: set[bytes] = field(default_factory=set)
-    """Keys of which a store was ever asked."""
+    stored: set[bytes]
+    """Keys of which a store was ever asked, of any cache."""
+    heard: Counter[tuple[str, str]]
+    """Keys of the eviction events, by tier and reason."""
     pinned: dict[Chain, int] = field(default_factory=dict)
     """Chains that are pinned now, with what `pin` returned."""
     jobs: Counter[str] = field(default_factory=Counter)
     """Chunks of the jobs that ended, by kind and outcome, as their results tell it."""
-    heard: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Keys of the eviction events, by tier and reason."""
+    closed_at: float | None = None
     proven: int = 0
     """Chunks whose bytes were compared."""
-    lookups: int = 0
-    longest_s: float = 0.0
 
     @property
     def pool(self) -> Pool:
@@ -217,8 +238,8 @@ class World:
         return MODELS[: self.plan.models]
 
 
-def build(scheduler: Scheduler, plan: Plan, records: list[Records] | None = None) -> World:
-    """A cache as planned, over new stores or these, on the simulation's main thread."""
+def build(scheduler: Scheduler, plan: Plan, number: int, records: list[Records], stored: set[bytes]) -> World:
+    """One cache as planned, over what these stores hold."""
     metrics = Metrics()
     heard: Counter[tuple[str, str]] = Counter()
 
@@ -230,14 +251,13 @@ def build(scheduler: Scheduler, plan: Plan, records: list[Records] | None = None
     clock = lambda: scheduler.now  # noqa: E731
     backends: list[SimBackend] = []
     tiers: list[Tier] = []
-    for number, each in enumerate(plan.tiers):
+    for each, held in zip(plan.tiers, records, strict=True):
         context = Context(capacity_nbytes=each.capacity_nbytes, timeout_s=each.timeout_s)
         trouble = Trouble(each.rates, each.outages, each.latency_s)
-        held = records[number] if records is not None else Records()
         backends.append(SimBackend(scheduler, trouble, held, each.traits, context))
         tiers.append(
             Tier(
-                f"tier{number}",
+                f"tier{len(tiers)}",
                 backends[-1],
                 backend_name="simulated",
                 sealer=Sealer(each.codec(), "identity" if each.codec is Identity else "inverted", lambda name: None),
@@ -266,8 +286,7 @@ def build(scheduler: Scheduler, plan: Plan, records: list[Records] | None = None
     )
     device = SimDevice(scheduler, dict(plan.device))
     cache = LocalCache(pool, device, metrics=metrics, events=events, device_name="simulated")
-    rng = random.Random(f"world {plan.seed}")
-    return World(plan, scheduler, metrics, events, cache, device, backends, rng, heard=heard)
+    return World(plan, number, scheduler, metrics, events, cache, device, backends, stored, heard)
 
 
 @contextmanager
@@ -283,4 +302,5 @@ def simulation(plan: Plan) -> Iterator[Scheduler]:
             yield scheduler
     finally:
         leases.MAX_LEASES = most  # type: ignore[misc]
+        late._unending.clear()
         core.setLevel(level)
