@@ -69,9 +69,10 @@ class Ledger:
         """Whether the tier has what says whose the shard is."""
         return shard_id in self._manifests
 
-    def learn_manifest(self, shard_id: bytes, nbytes: int) -> None:
-        """The tier has the shard's manifest; room that was reserved for it is given back by `written`."""
+    def learn_manifest(self, shard_id: bytes, nbytes: int, reserved_nbytes: int = 0) -> None:
+        """The tier has the shard's manifest: it was found, or written, which ends what was reserved for it."""
         with self._lock:
+            self._unreserve(reserved_nbytes, b"")
             self.used_nbytes += nbytes - self._manifests.get(shard_id, 0)
             self._manifests[shard_id] = nbytes
 
@@ -160,13 +161,16 @@ class Ledger:
     def written(self, nbytes: int, shard_id: bytes = b"", stored: Iterable[Written] = ()) -> None:
         """The write that `nbytes` were reserved for has ended: the tier has what was `stored`, and no more."""
         with self._lock:
-            self.used_nbytes -= nbytes
-            self._coming[shard_id] -= nbytes
-            if self._coming[shard_id] <= 0:
-                del self._coming[shard_id]
+            self._unreserve(nbytes, shard_id)
             for record in stored:
                 self._leaving.discard(record.key)
                 self._learn(record.key, record.nbytes, record.depth, record.alone)
+
+    def _unreserve(self, nbytes: int, shard_id: bytes) -> None:
+        self.used_nbytes -= nbytes
+        self._coming[shard_id] -= nbytes
+        if not self._coming[shard_id]:
+            del self._coming[shard_id]
 
     def _pinned(self, key: ChunkKey) -> bool:
         return key in self._pins

@@ -453,9 +453,10 @@ class Tier:
         staged = _memory(len(record))
         staged[: len(record)] = record
         put = self._call("put", partial(self.backend.put, manifest.key_of(shard_id), staged[: len(record)]))
-        if not isinstance(put, BackendError):
-            self.ledger.learn_manifest(shard_id, len(record))
-        self.ledger.written(len(record))
+        if isinstance(put, BackendError):
+            self.ledger.written(len(record))
+        else:
+            self.ledger.learn_manifest(shard_id, len(record), len(record))
 
     def _read_manifest(self, entry: Entry) -> None:
         if entry.nbytes > manifest.MAX_NBYTES or self.ledger.has_manifest(entry.key.shard_id):
