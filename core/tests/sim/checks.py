@@ -28,7 +28,7 @@ def check_limits(world: World) -> None:
             world.expect(used >= sum(tier.known.values()), lambda: f"{tier.name} uses less than what it knows of")
             over = capacity is not None and used > capacity and not plan.traits.shared  # others may fill a shared one
             world.expect(not over, lambda: f"{tier.name} uses {used} of {capacity} bytes")
-            if plan.quota_nbytes is not None:
+            if plan.quota_nbytes is not None and not plan.traits.shared:
                 for tenant, share in tier.ledger._shares._used.items():
                     world.expect(not tenant or share <= plan.quota_nbytes, "a tenant has more than its quota below")
         pool = tier._pool
@@ -38,7 +38,7 @@ def check_limits(world: World) -> None:
             queued = pool._store_nbytes
             single = max((task.nbytes for task in pool._stores), default=0)
             over = queued > max(plan.max_queued_nbytes, single, 8 << 20)
-            world.expect(0 <= queued and not over, lambda: f"{queued} bytes of stores wait")
+            world.expect(queued >= 0 and not over, lambda: f"{queued} bytes of stores wait")
             world.expect(pool._unanswered >= 0, "more answers than tasks")
             names = Counter(thread.name for thread in world.scheduler.threads)
             alive = names[f"lmcache-{tier.name}-io"]
