@@ -112,10 +112,13 @@ class Client:
         ids = engine.compute(chain, shard, span)
         world.stored.update(chain.keys(shard))
         self._watch(world.cache.store(chain, shard, span, engine.pages, ids), "store", len(span), 0.0)
-        hit = self._lookup(chain, f"last of {self.number}")
-        job = world.cache.retrieve(hit, shard, span, Engine(len(ids)).pages, ids)
-        self._watch(job, "retrieve", len(span), self._longest_load_s())
-        self.prefetch()
+        for number in range(3):
+            hit = self._lookup(self._chain(), f"{number} of client {self.number}'s last")
+            span, shard = range(len(hit.chain)), hit.chain.model.shards[0]
+            engine = Engine(len(span) * BLOCKS)
+            job = world.cache.retrieve(hit, shard, span, engine.pages, list(range(len(span) * BLOCKS)))
+            self._watch(job, "retrieve", len(span), self._longest_load_s())
+            self.prefetch()
 
     def prefetch(self) -> None:
         chain = self._chain()
@@ -180,16 +183,16 @@ class Client:
             reason = reasons.get(n)
             if reason is None:
                 world.expect(keys[n] in world.stored, "a chunk was found that nobody stored")
-                world.expect(engine.holds(chain, shard, n, at), f"a lie: chunk {n} holds other bytes")
+                world.expect(engine.holds(chain, shard, n, at), "a lie: chunk {} holds other bytes", n)
                 world.proven += 1
                 continue
             world.expect(reason != "overwritten", "a slot was reused while somebody held it")
             if reason.startswith("device"):
                 continue
-            world.expect(engine.poisoned(at), f"chunk {n} failed ({reason}) and its blocks were written")
-            world.expect(n >= hit.resident or not leased, f"chunk {n} was leased in host memory, then: {reason}")
+            world.expect(engine.poisoned(at), "chunk {} failed ({}) and its blocks were written", n, reason)
+            world.expect(n >= hit.resident or not leased, "chunk {} was leased in host memory, then: {}", n, reason)
             sure = leased and n < hit.chunks and world.plan.calm and world.plan.caches == 1
-            world.expect(not sure or reason == "no room", f"chunk {n} was leased and nothing failed, then: {reason}")
+            world.expect(not sure or reason == "no room", "chunk {} was leased and nothing failed, then: {}", n, reason)
 
     def _watch(self, job: Job, kind: str, chunks: int, bound_s: float) -> None:
         """The job must end by its deadline, and its result must add up."""
@@ -201,10 +204,10 @@ class Client:
             if world.closed_at is not None:  # what is under way then ends with the close
                 excused += scheduler.now - max(began, world.closed_at)
             took = scheduler.now - began - excused
-            world.expect(took <= bound_s + 1e-6, lambda: f"a {kind} took {took:.6f} s, at most {bound_s} are allowed")
+            world.expect(took <= bound_s + 1e-6, "a {} took {} s, at most {} are allowed", kind, took, bound_s)
             failed = sum(stop - start for start, stop, _ in result.failed)
             if kind == "store":
-                world.expect(result.ok_chunks + result.skipped + failed == chunks, lambda: f"does not add up: {result}")
+                world.expect(result.ok_chunks + result.skipped + failed == chunks, "does not add up: {}", result)
                 world.jobs["stores ok"] += result.ok_chunks
                 world.jobs["stores skipped"] += result.skipped
                 world.jobs["stores failed"] += failed
@@ -237,7 +240,7 @@ class Client:
         began, delayed = scheduler.now, scheduler.delayed_s
         yield
         took = scheduler.now - began - (scheduler.delayed_s - delayed)
-        self.world.expect(took <= seconds + 1e-6, lambda: f"{what} took {took:.6f} s, at most {seconds} are allowed")
+        self.world.expect(took <= seconds + 1e-6, "{} took {} s, at most {} are allowed", what, took, seconds)
 
     def _at_once(self, what: str) -> AbstractContextManager[None]:
         return self._within(0.0, what)

@@ -10,8 +10,9 @@ from functools import cache
 
 from lmcache_core import late
 
-from .checks import check_limits, check_recovery, check_rest, wait_for_rest
 from .clients import Client
+from .liveness import check_recovery, wait_for_rest
+from .safety import check_limits, check_rest
 from .scheduler import Scheduler, SimulationError
 from .stores import Records
 from .threads import Thread
@@ -45,7 +46,7 @@ def run(seed: int, plan: Plan | None = None) -> Outcome:
 
 @cache
 def _warm() -> None:
-    """What is computed once per process is computed before: otherwise the first simulation would not be as the others."""
+    """What is computed once per process is computed before: otherwise the first run would not be as the others."""
     for number, seed, chunks in itertools.product(range(len(MODELS)), range(4), range(1, LONGEST + 1)):
         prompt(number, seed, chunks)
     for seed in range(4):
@@ -99,8 +100,8 @@ def _close(world: World) -> None:
     bound = sum(2 * tier.timeout_s + 1.0 for tier in world.plan.tiers) + 5.0
     if "device_late" in world.plan.device:  # copies are waited for, by the cache and by the device itself
         bound += 200.0
-    world.expect(took <= bound, f"close took {took:.3f} s, at most {bound} are allowed")
-    world.expect(world.jobs["begun"] == world.jobs["ended"], lambda: f"jobs have no end: {world.jobs}")
+    world.expect(took <= bound, "close took {} s, at most {} are allowed", took, bound)
+    world.expect(world.jobs["begun"] == world.jobs["ended"], "jobs have no end: {}", world.jobs)
     world.expect(not world.pool.slab.extents, "memory is left")
     world.expect(not world.device.extents or late._unending, "memory is pinned")
     world.expect(all(backend.closed for backend in world.backends), "a backend was not closed")
@@ -111,6 +112,6 @@ def _expect_nothing_left(scheduler: Scheduler, worlds: list[World]) -> None:
         for backend in world.backends:
             backend.heal()
     scheduler.sleep(1_000.0)
-    left = [thread.name for thread in scheduler.threads[1:]]
-    world.expect(not left, lambda: f"threads are left\n{scheduler.stacks()}")
-    world.expect(not scheduler.unhandled, lambda: f"core reports bugs of its own: {scheduler.unhandled}")
+    if len(scheduler.threads) > 1:
+        scheduler.fail(SimulationError(f"threads are left\n{scheduler.stacks()}"))
+    worlds[0].expect(not scheduler.unhandled, "core reports bugs of its own: {}", scheduler.unhandled)

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import lmcache_core
 
-MAX_STEPS: Final = 2_000_000
+MAX_STEPS: Final = 300_000
 _CORE: Final = str(Path(lmcache_core.__file__).parent)
 _START: Final = 1_000.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache as cached
@@ -142,7 +142,7 @@ def plan_of(seed: int) -> Plan:
         lease_timeout_s=rng.choice((5.0, 60.0)),
         max_leases=rng.choice((65_536, 65_536, 65_536, 4)),
         tiers=tuple(_tier_plan(rng, calm, slots) for _ in range(rng.choice((0, 1, 1, 1, 2, 2)))),
-        device={} if calm or rng.random() < 0.5 else _rates(rng, DEVICE_FAULTS, 0.03),
+        device={} if calm or rng.random() < 0.5 else _rates(rng, DEVICE_FAULTS, 0.08),
         caches=rng.choice((1, 1, 1, 2)),
         clients=rng.choice((1, 2, 3, 4)),
         steps=rng.choice((10, 25, 40)),
@@ -186,15 +186,15 @@ def _tier_plan(rng: random.Random, calm: bool, slots: int) -> TierPlan:
         traits=Traits(
             persistent=rng.random() < 0.5,
             shared=rng.random() < 0.4,
-            io_threads=rng.choice((1, 2, 4)),
+            io_threads=rng.choice((1, 2, 4, 6)),
             max_nbytes=rng.choice((None, None, None, RECORD - 4096)),
         ),
-        capacity_nbytes=rng.choice((None, 8 * RECORD, 20 * RECORD, 60 * RECORD)),
+        capacity_nbytes=rng.choice((None, 8 * RECORD, 8 * RECORD, 20 * RECORD)),
         quota_nbytes=rng.choice((None, None, 6 * RECORD)),
         timeout_s=timeout_s,
         max_queued_nbytes=rng.choice((1, 3 * RECORD, max(1, slots // 4) * RECORD, 1 << 30)),
         probe_interval_s=rng.choice((0.5, 1.0, 5.0)),
-        rates={} if calm or rng.random() < 0.3 else _rates(rng, (*ANY, *READS, *WRITES, "lie"), 0.15),
+        rates={} if calm or rng.random() < 0.3 else _rates(rng, (*ANY, *READS, *WRITES, "lie"), 0.2),
         outages=outages,
         latency_s=rng.choice((0.0001, 0.002)) if calm else rng.choice((0.0001, 0.002, timeout_s / 4)),
         codec=rng.choice((Identity, Identity, Inverted)),
@@ -229,10 +229,10 @@ class World:
     def pool(self) -> Pool:
         return self.cache._pool
 
-    def expect(self, truth: object, problem: str | Callable[[], str]) -> None:
+    def expect(self, truth: object, problem: str, *details: object) -> None:
         """End the simulation unless `truth`."""
         if not truth:
-            self.scheduler.fail(SimulationError(problem if isinstance(problem, str) else problem()))
+            self.scheduler.fail(SimulationError(problem.format(*details)))
 
     def models(self) -> tuple[Model, ...]:
         return MODELS[: self.plan.models]
