@@ -339,6 +339,44 @@ def test_more_pins_than_a_daemon_has_room_for_pin_nothing(monkeypatch):
         assert [cache.evict(chain(1, seed=seed)) for seed in range(2)] == [0, 1]
 
 
+def test_what_a_request_was_told_is_in_a_lower_tier_is_not_removed_from_there(opening):
+    backend = DictBackend()
+    with opening([backend], chunks=2) as cache:
+        prompt = chain(2)
+        store(cache, prompt)
+        store(cache, chain(2, seed=1))
+        assert cache.drain(5)
+        hit = cache.lookup(prompt, "r")
+        assert (hit.resident, hit.chunks) == (0, 2)
+        cache.evict(prompt)
+        assert cache.drain(5)
+        assert len(backend.store.records) == 4
+        assert load(cache, prompt, "r")[1].ok_chunks == 2
+        cache.evict(prompt)
+        assert cache.drain(5)
+        assert len(backend.store.records) == 2
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_lookup_does_not_report_what_leaves_a_lower_tier_while_it_looks(times, monkeypatch):
+    with open_local([DictBackend()], chunks=2) as cache:
+        prompt = chain(2)
+        store(cache, prompt)
+        store(cache, chain(2, seed=1))
+        assert cache.drain(5)
+        tier, pin, left = cache._pool.tiers[0], cache._pool.tiers[0].pin, iter(range(times))
+
+        def leaves_first(keys: list[bytes]) -> bool:
+            if next(left, None) is not None:
+                tier.ledger.forget(keys[-1])
+            return pin(keys)
+
+        monkeypatch.setattr(tier, "pin", leaves_first)
+        assert cache.lookup(prompt, "r").chunks == (1 if times == 1 else 0)
+        assert load(cache, prompt, "r")[1].failed == ()
+        assert not tier.ledger._pins
+
+
 def test_evict_removes_a_chain_from_every_tier_but_not_what_is_in_use(opening):
     backend = DictBackend()
     with opening([backend]) as cache:

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 MAX_LEASES: Final = 65_536
 MAX_PINS: Final = 16_384
+_FIND_ATTEMPTS: Final = 4
+"""The last one looks in host memory only, which changes under our lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,21 +197,22 @@ class Leases:
 
     def _find(self, lease: _Lease) -> tuple[int, tuple[int, ...]]:
         """(resident length, restorable lengths); holds what it reports under `lease`."""
-        chain = lease.chain
-        groups = chain.model.groups
+        groups, tokens = lease.chain.model.groups, lease.chain.model.family.chunk_tokens
         tiers = [tier for tier in self._tiers if tier.ready]
-        found: list[_Shards] = []
-        limit = len(chain)
-        for group in groups:
-            found.append(self._find_group(chain, group, tiers, limit))
-            limit = min(limit, len(found[-1].present))
-        tokens = chain.model.family.chunk_tokens
-        lengths = restorable(groups, [shards.present for shards in found], tokens)
+        for attempt in range(_FIND_ATTEMPTS):
+            found: list[_Shards] = []
+            limit = len(lease.chain)
+            for group in groups:
+                found.append(self._find_group(lease.chain, group, tiers if attempt < _FIND_ATTEMPTS - 1 else (), limit))
+                limit = min(limit, len(found[-1].present))
+            lengths = restorable(groups, [shards.present for shards in found], tokens)
+            longest = lengths[-1] if lengths else 0
+            if self._pin_below(lease, found, longest):
+                break
         if any(shards.below for shards in found) or any(not all(shards.resident[:limit]) for shards in found):
             here = restorable(groups, [shards.resident for shards in found], tokens)
         else:
             here = lengths
-        longest = lengths[-1] if lengths else 0
         for shards in found:
             if longest == len(shards.present):
                 lease.entries += shards.entries
@@ -217,15 +220,23 @@ class Leases:
                 pairs = zip(shards.positions, shards.entries, strict=True)
                 lease.entries += [entry for position, entry in pairs if position < longest]
         self._index.hold(lease.entries)
+        return (here[-1] if here else 0), lengths
+
+    def _pin_below(self, lease: _Lease, found: Sequence[_Shards], longest: int) -> bool:
+        """Hold what was found in lower tiers; False, and nothing is held, if some of it has left meanwhile."""
         by_tier: dict[Tier, list[bytes]] = {}
         for shards in found:
             for position, tier, key in shards.below:
                 if position < longest:
                     by_tier.setdefault(tier, []).append(key)
         for tier, keys in by_tier.items():
-            tier.pin(keys)
-        lease.below = list(by_tier.items())
-        return (here[-1] if here else 0), lengths
+            if not tier.pin(keys):
+                for pinned, theirs in lease.below:
+                    pinned.unpin(theirs)
+                lease.below = []
+                return False
+            lease.below.append((tier, keys))
+        return True
 
     def _find_group(self, chain: Chain, group: Group, tiers: Sequence[Tier], limit: int) -> _Shards:
         """One group's chunks; of a full group the lists end where the first is missing."""

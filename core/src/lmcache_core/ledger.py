@@ -91,9 +91,9 @@ class Ledger:
                     self._learn(key, nbytes, 0, False)
 
     def leave(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Which of `keys` were known.  They are no more, and not found either, until they have been deleted: `left`."""
+        """Which of `keys` were known and not pinned: no more, and not found until they are deleted, see `left`."""
         with self._lock:
-            gone = [key for key in keys if self._forget(key)]
+            gone = [key for key in keys if key not in self._pins and self._forget(key)]
             self._leaving.update(gone)
             return gone
 
@@ -117,9 +117,13 @@ class Ledger:
             for key in keys:
                 self._shares.get(key)
 
-    def pin(self, keys: Sequence[bytes]) -> None:
+    def pin(self, keys: Sequence[bytes]) -> bool:
+        """Keep all of `keys` until `unpin`; False, and nothing is kept, if one of them is not known any more."""
         with self._lock:
+            if any(key not in self.known for key in keys):
+                return False
             self._pins.update(keys)
+            return True
 
     def unpin(self, keys: Sequence[bytes]) -> None:
         with self._lock:

@@ -473,10 +473,9 @@ class Pool:
             self._evict(here, "removed")
         gone = {bytes(entry.key) for entry in here}
         for tier in self.tiers:
-            known = [key for key in list(tier.known) if key.startswith(shard_id)]
-            gone.update(known)
+            known = [ChunkKey(key) for key in list(tier.known) if key.startswith(shard_id)]
             if known:
-                tier.remove([ChunkKey(key) for key in known], "removed")
+                gone.update(tier.remove(known, "removed"))
         return len(gone)
 
     def drain(self, timeout_s: float) -> bool:

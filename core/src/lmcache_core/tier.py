@@ -225,8 +225,11 @@ class Tier:
         self.breaker.untried()
         return False
 
-    def remove(self, keys: Sequence[ChunkKey], reason: str) -> None:
-        """Delete records: not offered from now on, gone from the store in the background."""
+    def remove(self, keys: Sequence[ChunkKey], reason: str) -> list[ChunkKey]:
+        """Delete what nobody was told is there: not offered from now on, gone from the store in the background.
+
+        Returns the keys of what goes.
+        """
         gone = self.ledger.leave(keys)
         self._report_evicted(gone, reason)
 
@@ -243,6 +246,7 @@ class Tier:
 
         if not self._pool.submit_load(Task(run, lambda: None, lambda: self.ledger.left(gone))):
             self.ledger.left(gone)
+        return gone
 
     def drain(self, timeout_s: float) -> bool:
         return self._pool.drain(timeout_s)
