@@ -30,8 +30,8 @@ class Client:
         """Do what the plan says, then let go of everything."""
         world, rng = self.world, self.rng
         steps: dict[Callable[[], None], float] = {
-            self.store: 5,
-            self.load: 6,
+            self.store: 4,
+            self.load: 8,
             self.pin_or_unpin: 1,
             self.prefetch: 0.7,
             self.evict: world.plan.evictions,
@@ -125,7 +125,8 @@ class Client:
         with self._at_once("prefetch"):
             job = self.world.cache.prefetch(chain)
         probing = 2 * max((tier.timeout_s for tier in self.world.plan.tiers), default=0.0)
-        self._watch(job, "prefetch", len(chain), self._longest_load_s() + probing)
+        bound_s = self._longest_load_s() + probing
+        self._watch(job, "prefetch", len(chain), bound_s, len(chain.model.shards))
         if self.rng.random() < 0.5 and not self.world.plan.abrupt:
             self._end(job)
 
@@ -194,7 +195,7 @@ class Client:
             sure = leased and n < hit.chunks and world.plan.calm and world.plan.caches == 1
             world.expect(not sure or reason == "no room", "chunk {} was leased and nothing failed, then: {}", n, reason)
 
-    def _watch(self, job: Job, kind: str, chunks: int, bound_s: float) -> None:
+    def _watch(self, job: Job, kind: str, chunks: int, bound_s: float, records_each: int = 1) -> None:
         """The job must end by its deadline, and its result must add up."""
         world, scheduler = self.world, self.world.scheduler
         began, delayed, busy = scheduler.now, scheduler.delayed_s, world.device.busy.seconds()
@@ -219,7 +220,9 @@ class Client:
                 world.jobs["loads failed"] += failed - late
                 world.jobs["load_bytes"] += result.nbytes
             world.jobs["ended"] += 1
-            world.jobs["no room"] += sum(stop - start for start, stop, reason in result.failed if reason == "no room")
+            refused = sum(stop - start for start, stop, reason in result.failed if reason == "no room")
+            world.jobs["no room"] += refused
+            world.jobs["no room, at most"] += refused * records_each
 
         world.jobs["begun"] += 1
         job.add_done_callback(ended)

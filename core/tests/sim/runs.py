@@ -47,7 +47,7 @@ def run(seed: int, plan: Plan | None = None) -> Outcome:
 @cache
 def _warm() -> None:
     """What is computed once per process is computed before: otherwise the first run would not be as the others."""
-    for number, seed, chunks in itertools.product(range(len(MODELS)), range(4), range(1, LONGEST + 1)):
+    for number, seed, chunks in itertools.product(range(len(MODELS)), range(6), range(1, LONGEST + 1)):
         prompt(number, seed, chunks)
     for seed in range(4):
         with contextlib.suppress(SimulationError):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import numpy as np
-
 from tiny import RAW
 
 from lmcache_core.backend import ApiVersion, Backend, Context, Entry, GetResult, NoOptions, Traits
@@ -83,6 +82,7 @@ class SimBackend(Backend[NoOptions]):
     def heal(self) -> None:
         """No trouble from now on; who is stuck goes on."""
         self.trouble.heal()
+        self.trouble.latency_s = min(self.trouble.latency_s, self.context.timeout_s / 100)
         self._unstuck.set()
 
     def get_many(self, keys: Sequence[ChunkKey], into: Sequence[memoryview], *, timeout_s: float) -> list[GetResult]:

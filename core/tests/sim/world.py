@@ -34,7 +34,7 @@ from .scheduler import Scheduler, SimulationError
 from .stores import ANY, READS, WRITES, Records, SimBackend, SimDevice, Trouble
 from .threads import simulated
 
-WRITE: Final[tuple[Write, ...]] = ("through", "through", "second_use", "on_evict")
+WRITE: Final[tuple[Write, ...]] = ("through", "through", "through", "second_use", "on_evict")
 POLICIES: Final = (LRU, S3FIFO, LFU, FIFO, ARC)
 
 
@@ -131,7 +131,7 @@ class Plan:
 def plan_of(seed: int) -> Plan:
     rng = random.Random(f"plan {seed}")
     calm = rng.random() < 0.25
-    slots = rng.choice((6, 10, 16, 24, 40))
+    slots = rng.choice((6, 8, 10, 16, 24))
     return Plan(
         seed=seed,
         slots=slots,
@@ -148,7 +148,7 @@ def plan_of(seed: int) -> Plan:
         steps=rng.choice((10, 25, 40)),
         evictions=rng.choice((0.0, 0.4, 3.0)),
         models=rng.choice((1, 1, 2, 3, 4)),
-        prompts=rng.choice((1, 2, 4)),
+        prompts=rng.choice((1, 3, 6)),
         pause_s=rng.choice((0.0005, 0.005, 0.05, 0.5)),
         threads_refused=rng.choice((0.0, 0.0, 0.5)),
         abrupt=rng.random() < 0.2,
@@ -187,14 +187,14 @@ def _tier_plan(rng: random.Random, calm: bool, slots: int) -> TierPlan:
             persistent=rng.random() < 0.5,
             shared=rng.random() < 0.4,
             io_threads=rng.choice((1, 2, 4, 6)),
-            max_nbytes=rng.choice((None, None, None, RECORD - 4096)),
+            max_nbytes=RECORD - 4096 if rng.random() < 0.05 else None,
         ),
-        capacity_nbytes=rng.choice((None, 8 * RECORD, 8 * RECORD, 20 * RECORD)),
+        capacity_nbytes=rng.choice((None, None, 8 * RECORD, 8 * RECORD, 30 * RECORD)),
         quota_nbytes=rng.choice((None, None, 6 * RECORD)),
         timeout_s=timeout_s,
-        max_queued_nbytes=rng.choice((1, 3 * RECORD, max(1, slots // 4) * RECORD, 1 << 30)),
+        max_queued_nbytes=rng.choice((1, 4 * RECORD, max(1, slots // 4) * RECORD, 1 << 30, 1 << 30)),
         probe_interval_s=rng.choice((0.5, 1.0, 5.0)),
-        rates={} if calm or rng.random() < 0.3 else _rates(rng, (*ANY, *READS, *WRITES, "lie"), 0.2),
+        rates={} if calm or rng.random() < 0.3 else _rates(rng, ANY, 0.2) | _rates(rng, (*READS, *WRITES, "lie"), 0.4),
         outages=outages,
         latency_s=rng.choice((0.0001, 0.002)) if calm else rng.choice((0.0001, 0.002, timeout_s / 4)),
         codec=rng.choice((Identity, Identity, Inverted)),
