@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import pytest
@@ -22,7 +23,14 @@ from lmcache_core.tier import Tier
 from lmcache_core.transfer import Task, TransferPool
 
 Patch = pytest.MonkeyPatch
-Mutant = Callable[[Patch], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`plant` breaks core; the simulation of `seed` is one that notices."""
+
+    plant: Callable[[Patch], None]
+    seed: int
 
 
 def a_fault_of_a_write_leaves_its_record_held(patch: Patch) -> None:
@@ -270,34 +278,34 @@ def events_are_lost_when_many_come(patch: Patch) -> None:
     patch.setattr(Events, "__init__", init)
 
 
-MUTANTS: Final[tuple[Mutant, ...]] = (
-    a_circuit_never_half_opens,
-    a_failed_load_is_counted_as_one_that_went_well,
-    a_fault_of_a_write_leaves_its_record_held,
-    a_late_copy_is_noticed_at_the_next_call_only,
-    a_manifest_takes_no_room,
-    a_payload_is_not_verified,
-    a_pin_ends_like_the_oldest_lease,
-    a_prefetch_keeps_its_lease,
-    a_queue_of_stores_has_no_bound,
-    a_queued_load_has_no_deadline,
-    a_record_of_another_key_is_taken,
-    a_refused_store_is_not_counted,
-    a_slot_is_reused_while_a_backend_reads_into_it,
-    a_slot_is_reused_while_a_backend_writes_it,
-    a_slot_is_reused_while_the_device_copies_it,
-    a_trial_is_used_up_by_what_tries_nothing,
-    a_write_that_returns_late_leaves_its_record_held,
-    an_evictable_record_is_counted_twice,
-    an_eviction_below_has_no_event,
-    close_forgets_what_is_queued,
-    events_are_lost_when_many_come,
-    room_is_free_between_a_write_and_its_entry,
-    stuck_threads_are_replaced_without_end,
-    the_blocks_of_a_store_are_given_back_before_they_are_copied,
-    the_watch_is_not_woken_for_the_first_deadline,
-    what_is_leased_may_be_evicted,
-    whoever_asked_is_not_told_that_a_probe_was_answered,
-    whoever_waits_for_a_record_is_not_told_that_it_failed,
-    writes_at_once_have_a_quota_each,
+MUTANTS: Final = (
+    Mutant(a_circuit_never_half_opens, 0),
+    Mutant(a_failed_load_is_counted_as_one_that_went_well, 0),
+    Mutant(a_fault_of_a_write_leaves_its_record_held, 0),
+    Mutant(a_late_copy_is_noticed_at_the_next_call_only, 0),
+    Mutant(a_manifest_takes_no_room, 0),
+    Mutant(a_payload_is_not_verified, 0),
+    Mutant(a_pin_ends_like_the_oldest_lease, 0),
+    Mutant(a_prefetch_keeps_its_lease, 0),
+    Mutant(a_queue_of_stores_has_no_bound, 0),
+    Mutant(a_queued_load_has_no_deadline, 0),
+    Mutant(a_record_of_another_key_is_taken, 0),
+    Mutant(a_refused_store_is_not_counted, 0),
+    Mutant(a_slot_is_reused_while_a_backend_reads_into_it, 0),
+    Mutant(a_slot_is_reused_while_a_backend_writes_it, 0),
+    Mutant(a_slot_is_reused_while_the_device_copies_it, 0),
+    Mutant(a_trial_is_used_up_by_what_tries_nothing, 0),
+    Mutant(a_write_that_returns_late_leaves_its_record_held, 0),
+    Mutant(an_evictable_record_is_counted_twice, 0),
+    Mutant(an_eviction_below_has_no_event, 0),
+    Mutant(close_forgets_what_is_queued, 0),
+    Mutant(events_are_lost_when_many_come, 0),
+    Mutant(room_is_free_between_a_write_and_its_entry, 0),
+    Mutant(stuck_threads_are_replaced_without_end, 0),
+    Mutant(the_blocks_of_a_store_are_given_back_before_they_are_copied, 0),
+    Mutant(the_watch_is_not_woken_for_the_first_deadline, 0),
+    Mutant(what_is_leased_may_be_evicted, 0),
+    Mutant(whoever_asked_is_not_told_that_a_probe_was_answered, 0),
+    Mutant(whoever_waits_for_a_record_is_not_told_that_it_failed, 0),
+    Mutant(writes_at_once_have_a_quota_each, 0),
 )

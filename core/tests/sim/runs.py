@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from lmcache_core import late
+from lmcache_core.buffers import Slab
 
 from .clients import Client
 from .liveness import check_recovery, wait_for_rest
@@ -55,8 +56,10 @@ def _warm() -> None:
 
 
 def _run(plan: Plan) -> Outcome:
-    with simulation(plan) as scheduler:
+    with simulation(plan) as scheduler, contextlib.ExitStack() as at_end:
         worlds = _build(scheduler, plan)
+        for world in worlds:
+            at_end.callback(_free, world.pool.slab)
         rng = random.Random(f"threads {plan.seed}")
         scheduler.refuses = lambda name: name.endswith("-io") and rng.random() < plan.threads_refused
         scheduler.at_points = lambda: [check_limits(world) for world in worlds]
@@ -78,6 +81,12 @@ def _run(plan: Plan) -> Outcome:
         _expect_nothing_left(scheduler, worlds)
         proven, jobs = (sum(counts) for counts in zip(*((w.proven, w.jobs["ended"]) for w in worlds), strict=True))
         return Outcome(plan.seed, scheduler.trace, scheduler.steps, scheduler.now, proven, jobs)
+
+
+def _free(slab: Slab) -> None:
+    """What a simulation that failed did not come to."""
+    slab.on_drop = lambda extent: None
+    slab.close()
 
 
 def _build(scheduler: Scheduler, plan: Plan) -> list[World]:
