@@ -213,13 +213,19 @@ def a_record_of_another_key_is_taken(patch: Patch) -> None:
     patch.setattr(frame, "verify", verify)
 
 
-def room_is_free_between_a_write_and_its_entry(patch: Patch) -> None:
-    def written(self: Any, nbytes: int, shard_id: bytes = b"", stored: Any = ()) -> None:
-        real(self, nbytes, shard_id)
-        real(self, 0, shard_id, stored)
+def no_room_is_kept_for_what_is_being_written(patch: Patch) -> None:
+    def reserve(self: Any, nbytes: int, *arguments: Any) -> Any:
+        gone, fits = real_reserve(self, nbytes, *arguments)
+        if fits and nbytes:
+            real_written(self, nbytes, *arguments[:1])
+        return gone, fits
 
-    real = Ledger.written
-    patch.setattr(Ledger, "written", written)
+    real_reserve, real_written, real_learn = Ledger.reserve, Ledger.written, Ledger.learn_manifest
+    patch.setattr(Ledger, "reserve", reserve)
+    patch.setattr(Ledger, "written", lambda self, nbytes, *rest: real_written(self, 0, *rest))
+    patch.setattr(
+        Ledger, "learn_manifest", lambda self, shard_id, nbytes, reserved=0: real_learn(self, shard_id, nbytes)
+    )
 
 
 def writes_at_once_have_a_quota_each(patch: Patch) -> None:
@@ -279,33 +285,33 @@ def events_are_lost_when_many_come(patch: Patch) -> None:
 
 
 MUTANTS: Final = (
-    Mutant(a_circuit_never_half_opens, 0),
-    Mutant(a_failed_load_is_counted_as_one_that_went_well, 0),
-    Mutant(a_fault_of_a_write_leaves_its_record_held, 0),
-    Mutant(a_late_copy_is_noticed_at_the_next_call_only, 0),
-    Mutant(a_manifest_takes_no_room, 0),
-    Mutant(a_payload_is_not_verified, 0),
-    Mutant(a_pin_ends_like_the_oldest_lease, 0),
-    Mutant(a_prefetch_keeps_its_lease, 0),
-    Mutant(a_queue_of_stores_has_no_bound, 0),
-    Mutant(a_queued_load_has_no_deadline, 0),
-    Mutant(a_record_of_another_key_is_taken, 0),
-    Mutant(a_refused_store_is_not_counted, 0),
-    Mutant(a_slot_is_reused_while_a_backend_reads_into_it, 0),
-    Mutant(a_slot_is_reused_while_a_backend_writes_it, 0),
-    Mutant(a_slot_is_reused_while_the_device_copies_it, 0),
-    Mutant(a_trial_is_used_up_by_what_tries_nothing, 0),
-    Mutant(a_write_that_returns_late_leaves_its_record_held, 0),
+    Mutant(a_circuit_never_half_opens, 1),
+    Mutant(a_failed_load_is_counted_as_one_that_went_well, 1),
+    Mutant(a_fault_of_a_write_leaves_its_record_held, 1),
+    Mutant(a_late_copy_is_noticed_at_the_next_call_only, 8),
+    Mutant(a_manifest_takes_no_room, 54),
+    Mutant(a_payload_is_not_verified, 46),
+    Mutant(a_pin_ends_like_the_oldest_lease, 61),
+    Mutant(a_prefetch_keeps_its_lease, 4),
+    Mutant(a_queue_of_stores_has_no_bound, 1),
+    Mutant(a_queued_load_has_no_deadline, 46),
+    Mutant(a_record_of_another_key_is_taken, 21),
+    Mutant(a_refused_store_is_not_counted, 8),
+    Mutant(a_slot_is_reused_while_a_backend_reads_into_it, 46),
+    Mutant(a_slot_is_reused_while_a_backend_writes_it, 46),
+    Mutant(a_slot_is_reused_while_the_device_copies_it, 8),
+    Mutant(a_trial_is_used_up_by_what_tries_nothing, 9),
+    Mutant(a_write_that_returns_late_leaves_its_record_held, 1),
     Mutant(an_evictable_record_is_counted_twice, 0),
-    Mutant(an_eviction_below_has_no_event, 0),
-    Mutant(close_forgets_what_is_queued, 0),
-    Mutant(events_are_lost_when_many_come, 0),
-    Mutant(room_is_free_between_a_write_and_its_entry, 0),
-    Mutant(stuck_threads_are_replaced_without_end, 0),
+    Mutant(an_eviction_below_has_no_event, 3),
+    Mutant(close_forgets_what_is_queued, 75),
+    Mutant(events_are_lost_when_many_come, 2),
+    Mutant(no_room_is_kept_for_what_is_being_written, 78),
+    Mutant(stuck_threads_are_replaced_without_end, 24),
     Mutant(the_blocks_of_a_store_are_given_back_before_they_are_copied, 0),
-    Mutant(the_watch_is_not_woken_for_the_first_deadline, 0),
-    Mutant(what_is_leased_may_be_evicted, 0),
-    Mutant(whoever_asked_is_not_told_that_a_probe_was_answered, 0),
-    Mutant(whoever_waits_for_a_record_is_not_told_that_it_failed, 0),
-    Mutant(writes_at_once_have_a_quota_each, 0),
+    Mutant(the_watch_is_not_woken_for_the_first_deadline, 46),
+    Mutant(what_is_leased_may_be_evicted, 7),
+    Mutant(whoever_asked_is_not_told_that_a_probe_was_answered, 6),
+    Mutant(whoever_waits_for_a_record_is_not_told_that_it_failed, 68),
+    Mutant(writes_at_once_have_a_quota_each, 78),
 )
