@@ -103,10 +103,10 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """The campaigns of core's tests at full length: a million frames, 500 clients and 100 daemons killed."""
+    """The campaigns of core's tests at full length: a million frames, 600 processes killed, 5000 seeds."""
     core = ROOT / "core"
     install(session, [core], [*extras(core, "testing"), *dependency_group(core, "test")])
-    campaigns = [str(core / "tests" / name) for name in ("test_wire.py", "test_daemon_kills.py")]
+    campaigns = [str(core / "tests" / name) for name in ("test_wire.py", "test_daemon_kills.py", "test_simulation.py")]
     session.run(
         "pytest", "-s", "-o", "faulthandler_timeout=1800", *session.posargs, *campaigns, env={"LMCACHE_SOAK": "1"}
     )

@@ -29,7 +29,7 @@ LAYERS = (
     {"leases"},
     {"pool"},
     {"worth", "requests", "prompts", "logs"},
-    {"wire", "pooled", "gauges", "scrape"},
+    {"wire", "late", "pooled", "gauges", "scrape"},
     {"local"},
     {"client"},
     {"opening"},

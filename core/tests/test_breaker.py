@@ -144,6 +144,23 @@ def test_a_trial_that_nobody_reports_on_does_not_keep_it_shut(breaker: Breaker, 
     assert not breaker.allow()
 
 
+def test_a_trial_that_tried_nothing_leaves_it_to_the_next(
+    breaker: Breaker, clock: Clock, changes: list[Change]
+) -> None:
+    breaker.untried()
+    assert breaker.state is BreakerState.CLOSED
+    fail(breaker)
+    breaker.untried()
+    assert not breaker.allow(), "a circuit that is open stays so"
+    clock.now += 10
+    assert breaker.allow()
+    breaker.untried()
+    assert breaker.ready()
+    assert breaker.allow()
+    assert not breaker.allow()
+    assert len(changes) == 1
+
+
 def test_each_change_is_told_exactly_once_however_many_threads_report_it() -> None:
     changes: list[Change] = []
     breaker = Breaker(failures=3, on_change=lambda healthy, reason: changes.append((healthy, reason)))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
+import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from tiny import BLOCKS, Engine, chain, load, store, until
 
-from lmcache_core import CacheConfig, TierConfig
+from lmcache_core import CacheConfig, ConfigError, TierConfig
 from lmcache_core.client.cache import connect
 from lmcache_core.config import ServerConfig
-from lmcache_core.server.daemon import Daemon
+from lmcache_core.server import starts
+from lmcache_core.server.daemon import Daemon, bind
+from lmcache_core.testing import in_threads
 
 
 @contextmanager
@@ -88,8 +93,40 @@ def test_a_lookup_by_one_and_a_load_by_another_connection(tmp_path):
 
 
 def test_a_second_daemon_on_a_socket_that_is_served_is_refused(tmp_path):
-    from lmcache_core import ConfigError
-    from lmcache_core.server.daemon import bind
-
     with serving(tmp_path / "s"), pytest.raises(ConfigError, match="another daemon serves"):
         bind(tmp_path / "s", ServerConfig())
+
+
+def test_of_two_daemons_that_find_a_stale_socket_at_once_one_serves_and_one_is_refused(tmp_path, monkeypatch):
+    path, server = tmp_path / "s", ServerConfig()
+    bind(path, server).close()
+    both = threading.Barrier(2)
+    unlink = Path.unlink
+    served: list[socket.socket] = []
+    refused: list[ConfigError] = []
+
+    def unlink_together(self: Path) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(1.0)
+        unlink(self)
+
+    def start() -> None:
+        try:
+            served.append(bind(path, server))
+        except ConfigError as error:
+            refused.append(error)
+
+    monkeypatch.setattr(Path, "unlink", unlink_together)
+    in_threads(start, start)
+    assert (len(served), len(refused)) == (1, 1)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    served[0].close()
+
+
+def test_a_folder_that_somebody_else_keeps_locked_keeps_no_daemon_from_starting(tmp_path, monkeypatch):
+    monkeypatch.setattr(starts, "_WAIT_S", 0.05)
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    bind(tmp_path / "s", ServerConfig()).close()
+    os.close(held)

@@ -26,6 +26,7 @@ from lmcache_core.codec import Identity
 from lmcache_core.errors import ChunkCorrupt
 from lmcache_core.events import Events
 from lmcache_core.layout import PAGE_NBYTES
+from lmcache_core.ledger import Written
 from lmcache_core.metrics import Metrics
 from lmcache_core.policies.lru import LRU
 from lmcache_core.sealing import Sealer
@@ -443,3 +444,41 @@ def test_a_manifest_is_written_beside_an_encoded_record_and_not_over_it():
         assert cache.drain(5)
     with open_local([Kept(store=first.store)], codec=Xor(), codec_name="xor") as cache:
         assert load(cache, chain(3))[1].ok_chunks == 3
+
+
+def test_what_asks_the_store_for_nothing_does_not_use_up_the_trial_of_its_recovery():
+    now = [100.0]
+    faulty = FaultBackend(DictBackend(), rates={Fault.UNAVAILABLE: 1.0}, verbs=["put"])
+    with open_local([faulty], clock=lambda: now[0]) as cache:
+        tier = cache._pool.tiers[0]
+        known, new = chain(1).keys(chain(1).model.shards[0])[0], chain(1, seed=9)
+        tier.ledger.written(0, stored=[Written(known, RECORD)])
+        for seed in range(1, 4):
+            store(cache, chain(1, seed=seed))
+            assert tier.drain(5)
+        assert breaker(cache) == "open"
+        assert not tier.ready
+        faulty.heal()
+        now[0] += 1.0
+        store(cache, chain(1))  # the tier has it
+        assert tier.drain(5)
+        store(cache, new)
+        assert tier.drain(5)
+        assert breaker(cache) == "closed"
+
+
+def test_a_question_that_has_no_answer_is_a_fault():
+    class Hangs(DictBackend):
+        api_version = (1, 0)
+        traits = Traits(shared=True)
+
+        def contains_prefix(self, keys, *, timeout_s):
+            go.wait()
+            return 0
+
+    go = threading.Event()
+    with open_local([Hangs()], timeout_s=0.01) as cache:
+        for seed in range(3):
+            cache.lookup_answered(chain(1, seed=seed), f"r{seed}", timeout_s=10)
+        assert until(lambda: breaker(cache) == "open")
+        go.set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from lmcache_core.errors import ChunkCorrupt
 from lmcache_core.frame import CHECKSUM_NONE, CHECKSUM_XXH3_64, Frame, parse, record_nbytes, verify
 from lmcache_core.keys import ChunkKey
 from lmcache_core.layout import MAX_CHUNK_NBYTES
+from lmcache_core.testing import in_threads
 
 PAGE = 4096
 SUMMED = 4080
@@ -326,3 +329,28 @@ def test_a_new_record_in_a_slot_keeps_the_generation_and_the_header_does_not_cov
 @pytest.mark.parametrize(("payload", "record"), [(0, PAGE), (1, 2 * PAGE), (PAGE, 2 * PAGE), (PAGE + 1, 3 * PAGE)])
 def test_a_record_is_whole_pages(payload: int, record: int) -> None:
     assert record_nbytes(payload) == record
+
+
+def test_a_header_that_is_read_while_another_thread_seals_it_is_the_one_or_the_other():
+    page = memoryview(packed(GOLDEN))
+    both = (GOLDEN, replace(GOLDEN, checksum_kind=CHECKSUM_NONE, checksum=0))
+    enough = threading.Event()
+
+    def seal() -> None:
+        while not enough.is_set():
+            for described in both:
+                frame.pack(described, page)
+
+    def read() -> None:
+        try:
+            for _ in range(20_000):
+                assert parse(page) in both
+        finally:
+            enough.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(seal, read)
+    finally:
+        sys.setswitchinterval(interval)

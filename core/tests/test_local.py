@@ -22,9 +22,25 @@ from tiny import (
     until,
 )
 
-from lmcache_core import CacheError, Chain, Fence, Group, GroupKind, Hit, Layout, Model, Region, Shard, Traits
+from lmcache_core import (
+    CacheError,
+    CapacityError,
+    Chain,
+    Fence,
+    Group,
+    GroupKind,
+    Hit,
+    Layout,
+    Model,
+    Region,
+    Shard,
+    Traits,
+    leases,
+)
+from lmcache_core.client import remote
 from lmcache_core.devices.cpu import CpuDevice
 from lmcache_core.policies.s3fifo import S3FIFO
+from lmcache_core.server import session
 from lmcache_core.testing.dict_backend import DictBackend
 
 
@@ -281,6 +297,84 @@ def test_a_pinned_chain_stays_until_it_is_unpinned(opening):
         for seed in range(20, 40):
             store(cache, chain(2, seed=seed))
         assert load(cache, prompt)[0] == 0
+
+
+def test_no_number_of_requests_ends_a_pin(opening, monkeypatch):
+    for module in (leases, session, remote):
+        for name in {"MAX_LEASES", "MAX_REQUESTS"} & set(vars(module)):
+            monkeypatch.setattr(module, name, 4)
+    with opening() as cache:
+        prompt = chain(2)
+        store(cache, prompt)
+        assert cache.pin(prompt) == 2
+        for number in range(10):
+            assert cache.lookup(chain(1, seed=1), f"r{number}").chunks == 0
+        assert cache.evict(prompt) == 0
+        cache.unpin(prompt)
+        for number in range(10):
+            cache.release(f"r{number}")
+        assert cache.evict(prompt) == 2
+
+
+def test_more_pins_than_there_may_be_are_refused_and_end_no_other(monkeypatch):
+    monkeypatch.setattr(leases, "MAX_PINS", 2)
+    with open_local() as cache:
+        for seed in range(3):
+            store(cache, chain(1, seed=seed))
+        assert [cache.pin(chain(1, seed=seed)) for seed in (0, 1, 1)] == [1, 1, 1]
+        with pytest.raises(CapacityError, match="2 prompts are pinned"):
+            cache.pin(chain(1, seed=2))
+        assert [cache.evict(chain(1, seed=seed)) for seed in range(3)] == [0, 0, 1]
+        cache.unpin(chain(1, seed=0))
+        store(cache, chain(1, seed=2))
+        assert cache.pin(chain(1, seed=2)) == 1
+
+
+def test_more_pins_than_a_daemon_has_room_for_pin_nothing(monkeypatch):
+    monkeypatch.setattr(leases, "MAX_PINS", 1)
+    with open_remote() as cache:
+        for seed in range(2):
+            store(cache, chain(1, seed=seed))
+        assert [cache.pin(chain(1, seed=seed)) for seed in range(2)] == [1, 0]
+        assert [cache.evict(chain(1, seed=seed)) for seed in range(2)] == [0, 1]
+
+
+def test_what_a_request_was_told_is_in_a_lower_tier_is_not_removed_from_there(opening):
+    backend = DictBackend()
+    with opening([backend], chunks=2) as cache:
+        prompt = chain(2)
+        store(cache, prompt)
+        store(cache, chain(2, seed=1))
+        assert cache.drain(5)
+        hit = cache.lookup(prompt, "r")
+        assert (hit.resident, hit.chunks) == (0, 2)
+        cache.evict(prompt)
+        assert cache.drain(5)
+        assert len(backend.store.records) == 4
+        assert load(cache, prompt, "r")[1].ok_chunks == 2
+        cache.evict(prompt)
+        assert cache.drain(5)
+        assert len(backend.store.records) == 2
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_lookup_does_not_report_what_leaves_a_lower_tier_while_it_looks(times, monkeypatch):
+    with open_local([DictBackend()], chunks=2) as cache:
+        prompt = chain(2)
+        store(cache, prompt)
+        store(cache, chain(2, seed=1))
+        assert cache.drain(5)
+        tier, pin, left = cache._pool.tiers[0], cache._pool.tiers[0].pin, iter(range(times))
+
+        def leaves_first(keys: list[bytes]) -> bool:
+            if next(left, None) is not None:
+                tier.ledger.forget(keys[-1])
+            return pin(keys)
+
+        monkeypatch.setattr(tier, "pin", leaves_first)
+        assert cache.lookup(prompt, "r").chunks == (1 if times == 1 else 0)
+        assert load(cache, prompt, "r")[1].failed == ()
+        assert not tier.ledger._pins
 
 
 def test_evict_removes_a_chain_from_every_tier_but_not_what_is_in_use(opening):

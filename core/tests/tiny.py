@@ -15,6 +15,7 @@ import numpy as np
 from lmcache_core import Backend, Chain, Family, Group, GroupKind, JobResult, Layout, LocalCache, Model, Region, Shard
 from lmcache_core.buffers import Slab
 from lmcache_core.codec import Codec, Identity
+from lmcache_core.device import Device
 from lmcache_core.devices.cpu import CpuDevice
 from lmcache_core.events import Events
 from lmcache_core.frame import record_nbytes
@@ -162,11 +163,11 @@ def open_pool(
 
 
 @contextmanager
-def open_local(backends: Sequence[Backend[Any]] = (), **settings: Any) -> Any:
+def open_local(backends: Sequence[Backend[Any]] = (), *, device: Device | None = None, **settings: Any) -> Any:
     """A LocalCache over `open_pool`; its pool is `cache._pool`."""
     metrics = settings.setdefault("metrics", Metrics())
     events = settings.setdefault("events", Events(None))
-    cache = LocalCache(open_pool(backends, **settings), CpuDevice(), metrics=metrics, events=events)
+    cache = LocalCache(open_pool(backends, **settings), device or CpuDevice(), metrics=metrics, events=events)
     try:
         yield cache
     finally:

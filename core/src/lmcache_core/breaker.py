@@ -59,6 +59,13 @@ class Breaker:
             self._retry_at = now + self._probe_interval_s
             return True
 
+    def untried(self) -> None:
+        """What `allow` let through ended without trying anything: the next may be the trial."""
+        with self._lock:
+            if self._state is BreakerState.HALF_OPEN:
+                self._state = BreakerState.OPEN
+                self._retry_at = self._clock()
+
     def succeeded(self) -> None:
         if self._state is BreakerState.CLOSED and not self._failures:
             return

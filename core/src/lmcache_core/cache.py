@@ -175,7 +175,10 @@ class Cache(ABC):
 
     @abstractmethod
     def pin(self, chain: Chain) -> int:
-        """Keep the resident prefix of `chain` in host memory until `unpin`; return its length in chunks."""
+        """Keep the resident prefix of `chain` in host memory until `unpin`; return its length in chunks.
+
+        CapacityError if too many chains are pinned; a daemon that has that many pins nothing, and the length is 0.
+        """
 
     @abstractmethod
     def unpin(self, chain: Chain) -> None:

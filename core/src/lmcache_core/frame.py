@@ -29,6 +29,7 @@ _MAGIC: Final = b"LMCACHE\x00"
 _HEAD: Final = struct.Struct("<8sHBBI48s16sQQQQ32s")
 _U64: Final = struct.Struct("<Q")
 _SUMMED: Final = PAGE_NBYTES - 16
+_RECORDED: Final = PAGE_NBYTES - 8
 _IDENTITY: Final = struct.Struct("<48s16s8xQ")
 _IDENTITY_OFFSET: Final = 16
 
@@ -55,7 +56,7 @@ def record_nbytes(payload_nbytes: int) -> int:
 
 
 def pack(frame: Frame, page: memoryview) -> None:
-    """Write `frame` over the record part of `page`; the generation stays."""
+    """Write `frame` over the record part of `page`, at once for this process's threads; the generation stays."""
     codec = frame.codec.encode()
     if len(codec) > 32:
         raise ValueError(f"codec name {frame.codec!r} is longer than 32 bytes")
@@ -76,21 +77,21 @@ def pack(frame: Frame, page: memoryview) -> None:
         codec,
     )
     summed = head.ljust(_SUMMED, b"\0")
-    page[:_SUMMED] = summed
-    _U64.pack_into(page, _SUMMED, xxhash.xxh3_64_intdigest(summed))
+    page[:_RECORDED] = summed + _U64.pack(xxhash.xxh3_64_intdigest(summed))
 
 
 def parse(page: memoryview) -> Frame:
     """Read a header page; ChunkCorrupt unless it is one of ours, whole and of a version that we read."""
     if page.nbytes < PAGE_NBYTES:
         raise ChunkCorrupt(f"a record of {page.nbytes} bytes is shorter than its header")
-    fields = _HEAD.unpack_from(page)
+    header = bytes(page[:_RECORDED])  # two tiers may be sealing the slot at once
+    fields = _HEAD.unpack_from(header)
     magic, version, kind, codec_version, depth, key, fingerprint, encoded, raw, stored_at, checksum, codec = fields
     if magic != _MAGIC:
         raise ChunkCorrupt("not a record: wrong magic")
     if version != FRAME_VERSION:
         raise ChunkCorrupt(f"record version {version}, this core reads {FRAME_VERSION}")
-    if xxhash.xxh3_64_intdigest(page[:_SUMMED]) != _U64.unpack_from(page, _SUMMED)[0]:
+    if xxhash.xxh3_64_intdigest(header[:_SUMMED]) != _U64.unpack_from(header, _SUMMED)[0]:
         raise ChunkCorrupt("header checksum differs")
     if kind not in (CHECKSUM_NONE, CHECKSUM_XXH3_64):
         raise ChunkCorrupt(f"unknown checksum kind {kind}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 
 from .buffers import Slot
 from .chain import Model
@@ -115,13 +115,13 @@ class Index:
         self.siblings = Siblings()
         self._evictable: dict[int, int] = {}
         self._used: Counter[bytes] = Counter()
-        self._by_extent: dict[int, set[Entry]] = {}
+        self._by_extent: dict[int, dict[Entry, None]] = {}
 
     def add(self, entry: Entry) -> None:
         self.entries[entry.key] = entry
         self._used[entry.tenant] += entry.slot.nbytes
         self.siblings.add(entry.key)
-        self._by_extent.setdefault(entry.slot.extent_id, set()).add(entry)
+        self._by_extent.setdefault(entry.slot.extent_id, {})[entry] = None
 
     def remove(self, entry: Entry) -> None:
         """Forget the entry; its slot is the caller's to give back."""
@@ -134,7 +134,7 @@ class Index:
             del self._used[entry.tenant]
         self.siblings.remove(entry.key)
         residents = self._by_extent[entry.slot.extent_id]
-        residents.discard(entry)
+        residents.pop(entry, None)
         if not residents:
             del self._by_extent[entry.slot.extent_id]  # extents come and go, their numbers never return
 
@@ -169,8 +169,8 @@ class Index:
         """Entries of a size class that could leave now."""
         return self._evictable.get(slot_nbytes, 0)
 
-    def in_extent(self, extent_id: int) -> set[Entry]:
-        return self._by_extent.get(extent_id, set())
+    def in_extent(self, extent_id: int) -> Set[Entry]:
+        return self._by_extent.get(extent_id, {}).keys()
 
 
 def _ready_by_size(entries: list[Entry]) -> Counter[int]:

@@ -13,6 +13,7 @@ from typing import Final
 
 from . import frame
 from .chain import Chain, Group, GroupKind
+from .errors import CapacityError
 from .groups import restorable
 from .history import BEING_STORED, LATE, NEVER_STORED, REFUSED_BY_COST, TIER_DOWN, History, Lookup
 from .index import Entry, Index, State
@@ -23,6 +24,9 @@ from .tier import Tier
 log = logging.getLogger(__name__)
 
 MAX_LEASES: Final = 65_536
+MAX_PINS: Final = 16_384
+_FIND_ATTEMPTS: Final = 4
+"""The last one looks in host memory only, which changes under our lock."""
 _MAX_UNTOLD: Final = 1024
 _PROBE_EVERY: Final = 32
 """One hit in so many that look dear is let through all the same: what is never loaded is never measured again."""
@@ -77,7 +81,7 @@ class _Shards:
 
 
 class Leases:
-    """Of one pool, under its lock, which it shares.  Bounded: beyond MAX_LEASES the oldest ends."""
+    """Of one pool, under its lock, which it shares.  Bounded: beyond MAX_LEASES the oldest lease ends, never a pin."""
 
     def __init__(
         self,
@@ -108,6 +112,8 @@ class Leases:
         self._timeout_s = timeout_s
         self._clock = clock
         self._leases: OrderedDict[str, _Lease] = OrderedDict()
+        self._pins: dict[str, _Lease] = {}
+        """Those without end."""
         self._ids = itertools.count(1)
 
     def lookup(
@@ -173,13 +179,16 @@ class Leases:
         return found
 
     def hold_resident(self, chain: Chain, request: str) -> int:
-        """Hold what is in host memory, without end, asking and counting; return its length in chunks."""
+        """Hold what is in host memory, without end, asking and counting; return its length in chunks.
+
+        CapacityError beyond MAX_PINS.
+        """
         with self._lock:
             self._end(request)
-            lease = self._open(chain, request)
-            lease.touched, lease.probed, lease.counted = float("inf"), True, True
-            resident, lengths = self._find(lease)
-            lease.found = Found(resident, lengths, False, lease.lease_id)
+            if len(self._pins) >= MAX_PINS:
+                raise CapacityError(f"{MAX_PINS} prompts are pinned, which is the limit; unpin one")
+            lease = self._pins[request] = _Lease(next(self._ids), request, chain, self._clock())
+            resident, _ = self._find(lease)
             return resident
 
     def release(self, request: str) -> None:
@@ -189,8 +198,8 @@ class Leases:
         self._tell()
 
     def count(self) -> int:
-        """Requests that hold something, or were told that there is nothing."""
-        return len(self._leases)
+        """Requests that hold something, or were told that there is nothing, and pins."""
+        return len(self._leases) + len(self._pins)
 
     def expire(self) -> bool:
         """End the leases of requests that stopped asking; whether there were any.  Under the lock."""
@@ -209,10 +218,10 @@ class Leases:
         return lease
 
     def _end(self, request: str) -> None:
-        lease = self._leases.pop(request, None)
-        if lease is not None:
-            self._let_go(lease)
-            self._count(lease)
+        for lease in (self._leases.pop(request, None), self._pins.pop(request, None)):
+            if lease is not None:
+                self._let_go(lease)
+                self._count(lease)
 
     def _let_go(self, lease: _Lease) -> None:
         self._index.unhold(lease.entries)
@@ -262,21 +271,22 @@ class Leases:
 
     def _find(self, lease: _Lease, *, below: bool = True) -> tuple[int, tuple[int, ...]]:
         """(resident length, restorable lengths); holds what it reports under `lease`."""
-        chain = lease.chain
-        groups = chain.model.groups
+        groups, tokens = lease.chain.model.groups, lease.chain.model.family.chunk_tokens
         tiers = [tier for tier in self._tiers if tier.ready] if below else []
-        found: list[_Shards] = []
-        limit = len(chain)
-        for group in groups:
-            found.append(self._find_group(chain, group, tiers, limit))
-            limit = min(limit, len(found[-1].present))
-        tokens = chain.model.family.chunk_tokens
-        lengths = restorable(groups, [shards.present for shards in found], tokens)
+        for attempt in range(_FIND_ATTEMPTS):
+            found: list[_Shards] = []
+            limit = len(lease.chain)
+            for group in groups:
+                found.append(self._find_group(lease.chain, group, tiers if attempt < _FIND_ATTEMPTS - 1 else (), limit))
+                limit = min(limit, len(found[-1].present))
+            lengths = restorable(groups, [shards.present for shards in found], tokens)
+            longest = lengths[-1] if lengths else 0
+            if self._pin_below(lease, found, longest):
+                break
         if any(shards.below for shards in found) or any(not all(shards.resident[:limit]) for shards in found):
             here = restorable(groups, [shards.resident for shards in found], tokens)
         else:
             here = lengths
-        longest = lengths[-1] if lengths else 0
         for shards in found:
             if longest == len(shards.present):
                 lease.entries += shards.entries
@@ -284,15 +294,23 @@ class Leases:
                 pairs = zip(shards.positions, shards.entries, strict=True)
                 lease.entries += [entry for position, entry in pairs if position < longest]
         self._index.hold(lease.entries)
+        return (here[-1] if here else 0), lengths
+
+    def _pin_below(self, lease: _Lease, found: Sequence[_Shards], longest: int) -> bool:
+        """Hold what was found in lower tiers; False, and nothing is held, if some of it has left meanwhile."""
         by_tier: dict[Tier, list[bytes]] = {}
         for shards in found:
             for position, tier, key in shards.below:
                 if position < longest:
                     by_tier.setdefault(tier, []).append(key)
         for tier, keys in by_tier.items():
-            tier.pin(keys)
-        lease.below = list(by_tier.items())
-        return (here[-1] if here else 0), lengths
+            if not tier.pin(keys):
+                for pinned, theirs in lease.below:
+                    pinned.unpin(theirs)
+                lease.below = []
+                return False
+            lease.below.append((tier, keys))
+        return True
 
     def _find_group(self, chain: Chain, group: Group, tiers: Sequence[Tier], limit: int) -> _Shards:
         """One group's chunks; of a full group the lists end where the first is missing."""

@@ -23,6 +23,16 @@ class Life:
     uses: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One record that was stored."""
+
+    key: ChunkKey
+    nbytes: int
+    depth: int = 0
+    alone: bool = False
+
+
 class Ledger:
     """Thread-safe; holds its lock for bookkeeping only, and deletes nothing itself."""
 
@@ -45,16 +55,18 @@ class Ledger:
         self._shares = Shares(new_policy)
         self._tenants: dict[bytes, bytes] = {}
         self._families: dict[bytes, bytes] = {}
+        self._manifests: dict[bytes, int] = {}
+        self._coming: Counter[bytes] = Counter()
+        """Bytes that are being written, by shard."""
         self._leaving: set[bytes] = set()
         self._lives: dict[bytes, Life] = {}
         """Of 1 record in 8."""
 
-    def belongs(self, shard_id: bytes, tenant: bytes, family_id: bytes, manifest_nbytes: int = 0) -> None:
-        """Records of this shard are the tenant's and of that family; `manifest_nbytes` more are in use."""
+    def belongs(self, shard_id: bytes, tenant: bytes, family_id: bytes) -> None:
+        """Records of this shard are the tenant's and of that family."""
         with self._lock:
             self._tenants[shard_id] = tenant
             self._families[shard_id] = family_id
-            self.used_nbytes += manifest_nbytes
 
     def has_shard(self, shard_id: bytes) -> bool:
         """Whether its tenant is known."""
@@ -65,18 +77,23 @@ class Ledger:
         with self._lock:
             return [shard_id for shard_id, family in self._families.items() if family == family_id]
 
-    def disown(self, shard_id: bytes, manifest_nbytes: int) -> None:
-        """Inverse of `belongs`."""
+    def has_manifest(self, shard_id: bytes) -> bool:
+        """Whether the tier has what says whose the shard is."""
+        return shard_id in self._manifests
+
+    def learn_manifest(self, shard_id: bytes, nbytes: int, reserved_nbytes: int = 0) -> None:
+        """The tier has the shard's manifest: it was found, or written, which ends what was reserved for it."""
+        with self._lock:
+            self._unreserve(reserved_nbytes, b"")
+            self.used_nbytes += nbytes - self._manifests.get(shard_id, 0)
+            self._manifests[shard_id] = nbytes
+
+    def disown(self, shard_id: bytes) -> None:
+        """The tier has nothing of the shard, nor its manifest."""
         with self._lock:
             self._families.pop(shard_id, None)
-            if self._tenants.pop(shard_id, None) is not None:
-                self.used_nbytes -= manifest_nbytes
-
-    def learn(self, key: ChunkKey, nbytes: int, depth: int = 0, *, alone: bool = False) -> None:
-        """The tier has the record: it was stored."""
-        with self._lock:
-            self._leaving.discard(key)
-            self._learn(key, nbytes, depth, alone)
+            self._tenants.pop(shard_id, None)
+            self.used_nbytes -= self._manifests.pop(shard_id, 0)
 
     def learn_new(self, records: Iterable[tuple[ChunkKey, int]]) -> None:
         """The tier has these too: they were found.  What is known already, or about to be deleted, is left as it is."""
@@ -86,9 +103,9 @@ class Ledger:
                     self._learn(key, nbytes, 0, False)
 
     def leave(self, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Which of `keys` were known.  They are no more, and not found either, until they have been deleted: `left`."""
+        """Which of `keys` were known and not pinned: no more, and not found until they are deleted, see `left`."""
         with self._lock:
-            gone = [key for key in keys if self._forget(key)]
+            gone = [key for key in keys if key not in self._pins and self._forget(key)]
             self._leaving.update(gone)
             return gone
 
@@ -101,10 +118,13 @@ class Ledger:
         with self._lock:
             self._leaving.difference_update(keys)
 
-    def forget(self, key: ChunkKey) -> bool:
-        """The tier has it no more; whether it was known."""
+    def forget(self, key: ChunkKey, *, leaving: bool = False) -> bool:
+        """The tier has it no more, or no more for long (`leaving`, until `left`), held or not; whether it was known."""
         with self._lock:
-            return self._forget(key)
+            known = self._forget(key)
+            if known and leaving:
+                self._leaving.add(key)
+            return known
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """A request used these records, deepest first."""
@@ -132,9 +152,13 @@ class Ledger:
         with self._lock:
             return Tenants(tuple(self._shares.tenants().values()), self.tenant_quota_nbytes)
 
-    def pin(self, keys: Sequence[bytes]) -> None:
+    def pin(self, keys: Sequence[bytes]) -> bool:
+        """Keep all of `keys` until `unpin`; False, and nothing is kept, if one of them is not known any more."""
         with self._lock:
+            if any(key not in self.known for key in keys):
+                return False
             self._pins.update(keys)
+            return True
 
     def unpin(self, keys: Sequence[bytes]) -> None:
         with self._lock:
@@ -146,15 +170,15 @@ class Ledger:
     def reserve(self, nbytes: int, shard_id: bytes = b"", at_least: int = 0) -> tuple[list[ChunkKey], bool]:
         """Count `nbytes` as used for a write to come: (who must be deleted now, then `left`, whether there is room).
 
-        `at_least` bytes go in any case: the store is fuller than we know.
+        `at_least` bytes go in any case: the store is fuller than we know.  Ends with `written`.
         """
         with self._lock:
             tenant = self._tenants.get(shard_id, b"")
             gone: list[ChunkKey] = []
             quota = self.tenant_quota_nbytes
             if quota is not None and tenant:
-                while self._shares.used(tenant) + nbytes > quota:
-                    need = self._shares.used(tenant) + nbytes - quota
+                coming = sum(n for shard, n in self._coming.items() if self._tenants.get(shard) == tenant)
+                while (need := self._shares.used(tenant) + coming + nbytes - quota) > 0:
                     if not self._leave(self._shares.own_victims(need, tenant, self._pinned), gone):
                         return gone, False
             start = self.used_nbytes
@@ -169,12 +193,23 @@ class Ledger:
                         return gone, False
                     break
             self.used_nbytes += nbytes
+            if nbytes:
+                self._coming[shard_id] += nbytes
             return gone, True
 
-    def unreserve(self, nbytes: int) -> None:
-        """The write that was reserved for has ended, well or not."""
+    def written(self, nbytes: int, shard_id: bytes = b"", stored: Iterable[Written] = ()) -> None:
+        """The write that `nbytes` were reserved for has ended: the tier has what was `stored`, and no more."""
         with self._lock:
-            self.used_nbytes -= nbytes
+            self._unreserve(nbytes, shard_id)
+            for record in stored:
+                self._leaving.discard(record.key)
+                self._learn(record.key, record.nbytes, record.depth, record.alone)
+
+    def _unreserve(self, nbytes: int, shard_id: bytes) -> None:
+        self.used_nbytes -= nbytes
+        self._coming[shard_id] -= nbytes
+        if not self._coming[shard_id]:
+            del self._coming[shard_id]
 
     def _pinned(self, key: ChunkKey) -> bool:
         return key in self._pins

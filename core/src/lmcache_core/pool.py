@@ -11,6 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from . import frame
@@ -170,6 +171,11 @@ class Pool:
         """Give up reserved slots that were not filled; without `give_slots` somebody may still write to them."""
         for entry in entries:
             self._fail(entry, reason, give_slot=give_slots)
+
+    def give_up(self, entries: Sequence[Entry], reason: str) -> Callable[[], None]:
+        """`abort` while somebody may still write to the slots: they are free when what is returned is called."""
+        self.abort(entries, reason, give_slots=False)
+        return partial(self.give_slots, entries)
 
     def give_slots(self, entries: Sequence[Entry]) -> None:
         """What `abort` kept back: nobody writes to these slots any more."""
@@ -505,10 +511,9 @@ class Pool:
             self._evict(here, "removed")
         gone = {bytes(entry.key) for entry in here}
         for tier in self.tiers:
-            known = [key for key in list(tier.known) if key.startswith(shard_id)]
-            gone.update(known)
+            known = [ChunkKey(key) for key in list(tier.known) if key.startswith(shard_id)]
             if known:
-                tier.remove([ChunkKey(key) for key in known], "removed")
+                gone.update(tier.remove(known, "removed"))
         self._events.emit("lmcache_cleared", shard_id=shard_id)
         return len(gone)
 

@@ -20,6 +20,7 @@ from .errors import CacheError
 from .events import Events
 from .forks import tell_of_forks
 from .index import Entry, Sink
+from .late import LateCopies
 from .leases import Found
 from .metrics import Metrics
 from .pool import Reservation
@@ -38,6 +39,8 @@ MAX_STORES: Final = 4096
 _COPY_NBYTES: Final = 256 << 20
 """One call of the device copies about this much, so that loads need not wait long behind a store."""
 _FENCE_TIMEOUT_S: Final = 30.0
+_LOOK_INTERVAL_S: Final = 1.0
+"""How often it is looked whether a copy that was given up has ended."""
 
 
 class Mapped(Protocol):
@@ -65,6 +68,7 @@ class PoolPort(Protocol):
     def reserve(self, chain: Chain, shard: Shard, span: range) -> Reservation: ...
     def commit(self, entries: Sequence[Entry]) -> str: ...
     def abort(self, entries: Sequence[Entry], reason: str) -> None: ...
+    def give_up(self, entries: Sequence[Entry], reason: str) -> Callable[[], None]: ...
     def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink, *, for_engine: bool = True) -> None: ...
     def unhold(self, entries: Sequence[Entry]) -> None: ...
     def extent(self, entry: Entry) -> Mapped: ...
@@ -85,6 +89,7 @@ class _Transfer:
     request: str
     span: range
     outstanding: int
+    started: float
     chain: Chain | None = None
     shard: Shard | None = None
     pages: Pages = ()
@@ -98,7 +103,6 @@ class _Transfer:
     resident: bool = False
     """Everything was in host memory when it was asked for."""
     nbytes: int = 0
-    started: float = field(default_factory=time.monotonic)
 
     def blocks(self, position: int) -> Sequence[int]:
         """The block ids of one chunk of the span."""
@@ -139,16 +143,16 @@ class PooledCache(Cache):
         self._ids = itertools.count(1)
         self._results: deque[JobResult] = deque(maxlen=MAX_RESULTS)
         self._lock = threading.Lock()
-        self._running: set[_Transfer] = set()
+        self._running: dict[_Transfer, None] = {}
+        """In the order in which they began."""
         self._idle = threading.Condition(self._lock)
         self._closed = False
         self._forked = False
         self._said_forked = False
-        self._registered: set[Mapped] = set()
+        self._registered: dict[Mapped, None] = {}
         self._ready: queue.SimpleQueue[_Ready | Callable[[], None] | None] = queue.SimpleQueue()
         self._stores: deque[_Transfer] = deque()
-        self._late: list[tuple[Fence, Callable[[], None]]] = []
-        """Copies that a device did not end in time: their slots are not for anybody else yet."""
+        self._late = LateCopies()
         self._mover = threading.Thread(target=self._move, name="lmcache-mover", daemon=True)
         self._mover.start()
         tell_of_forks(self)
@@ -307,6 +311,7 @@ class PooledCache(Cache):
         self._events.emit("lmcache_cache_stopping", cache=self)
         self._ready.put(None)
         self._mover.join()
+        self._late.wait(_FENCE_TIMEOUT_S)
         self._pool.close()
         while not self._ready.empty():
             self._ready.get()
@@ -353,11 +358,11 @@ class PooledCache(Cache):
         return hit
 
     def _begin(self, kind: str, request: str, span: range, outstanding: int) -> _Transfer:
-        transfer = _Transfer(Job(next(self._ids)), kind, request, span, outstanding)
+        transfer = _Transfer(Job(next(self._ids)), kind, request, span, outstanding, time.monotonic())
         with self._lock:
             if self._closed:
                 raise CacheError("the cache is closed")
-            self._running.add(transfer)
+            self._running[transfer] = None
         if not outstanding:
             self._end(transfer)
         return transfer
@@ -374,7 +379,7 @@ class PooledCache(Cache):
         with self._lock:
             if transfer not in self._running:
                 return
-            self._running.discard(transfer)
+            del self._running[transfer]
             if not self._running:
                 self._idle.notify_all()
         span, failed = transfer.span, transfer.failed
@@ -466,7 +471,7 @@ class PooledCache(Cache):
         stopping = False
         while not stopping:
             arrived: dict[_Transfer, list[_Ready]] = {}
-            item = self._ready.get()
+            item = self._next_item()
             while True:
                 if item is None:
                     stopping = True
@@ -478,8 +483,7 @@ class PooledCache(Cache):
                     item = self._ready.get_nowait()
                 except queue.Empty:
                     break
-            if self._late:
-                self._end_late()
+            self._late.look()
             for transfer, ready in arrived.items():
                 self._arrived(transfer, ready)
             if self._stores and not stopping:
@@ -489,6 +493,12 @@ class PooledCache(Cache):
             if transfer.reservation is not None:
                 left = [entry for p, entry in transfer.reservation.new if p not in transfer.failed]
                 self._pool.abort(left, "the cache was closed")
+
+    def _next_item(self) -> _Ready | Callable[[], None] | None:
+        try:
+            return self._ready.get(timeout=_LOOK_INTERVAL_S if self._late else None)
+        except queue.Empty:
+            return _nothing
 
     def _arrived(self, transfer: _Transfer, ready: list[_Ready]) -> None:
         """Copy what has come into the engine's blocks, and end the transfer when nothing is out."""
@@ -538,7 +548,7 @@ class PooledCache(Cache):
         if late is None:
             return [entry for _, entry in part]
         reading = [entry for _, entry in intact]
-        self._late.append((late, partial(self._pool.unhold, reading)))
+        self._late.add(late, partial(self._pool.unhold, reading), map(self._pool.extent, reading), records)
         return [entry for _, entry in part if entry not in reading]
 
     def _gather_some(self, transfer: _Transfer) -> None:
@@ -566,7 +576,8 @@ class PooledCache(Cache):
             if late is None:
                 self._pool.abort(entries, problem)
             else:
-                self._late.append((late, partial(self._pool.abort, entries, problem)))
+                extents = dict.fromkeys(map(self._pool.extent, entries))
+                self._late.add(late, self._pool.give_up(entries, problem), extents, records)
         else:
             if not transfer.reservation.new:
                 transfer.job._set_gathered()
@@ -600,38 +611,33 @@ class PooledCache(Cache):
             log.exception("device %s raised; this is its bug", self._device_name)
             return f"device: {error!r}", None
 
-    def _end_late(self) -> None:
-        """Give back the slots of copies that were given up and have ended now."""
-        self._late, late = [], self._late
-        for fence, then in late:
-            if fence.done():
-                then()
-            else:
-                self._late.append((fence, then))
-
     def _register(self, part: Iterable[tuple[int, Entry]]) -> None:
         """Pin each extent with the device before its first copy."""
-        for extent in {self._pool.extent(entry) for _, entry in part}:
+        for extent in dict.fromkeys(self._pool.extent(entry) for _, entry in part):
             with self._lock:
                 if extent in self._registered:
                     continue
-                self._registered.add(extent)
+                self._registered[extent] = None
             try:
                 self._device.register(extent.address, extent.nbytes)
             except CacheError as error:
                 log.warning("device %s copies through unpinned memory: %s", self._device_name, error)
 
     def _unregister(self, extent: Mapped) -> None:
-        """Unpin an extent that no copy uses."""
+        """Unpin an extent, unless a copy was given up that may still use it."""
         with self._lock:
-            if extent not in self._registered:
+            if extent not in self._registered or self._late.uses(extent):
                 return
-            self._registered.discard(extent)
+            del self._registered[extent]
         self._device.unregister(extent.address, extent.nbytes)
 
     def _unregister_later(self, extent: Mapped) -> None:
         """Unpin after the copies that the mover has begun."""
         self._ready.put(partial(self._unregister, extent))
+
+
+def _nothing() -> None:
+    return None
 
 
 def _no_hit(chain: Chain, request: str) -> Hit:

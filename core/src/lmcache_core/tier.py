@@ -24,7 +24,7 @@ from .frame import Frame
 from .history import NOT_STORED, History
 from .keys import SHARD_ID_NBYTES, ChunkKey
 from .layout import Layout, page_align
-from .ledger import Ledger
+from .ledger import Ledger, Written
 from .metrics import Metrics
 from .policy import EvictionPolicy
 from .sealing import Sealer
@@ -198,7 +198,7 @@ class Tier:
                 partial(self._late_load, batch),
                 partial(_free, batch),
             )
-            if not self.breaker.allow() or not self._pool.submit_load(task):
+            if not self._submit_load(task):
                 self._metrics.add("tier_reads", len(batch), tier=self.name, result="tier unavailable")
                 for item in batch:
                     item.done(item, None, "tier unavailable", False)
@@ -215,12 +215,11 @@ class Tier:
             if not self.breaker.allow():
                 self._drop(batch, "tier unavailable")
             elif not self._pool.submit_store(task):
+                self.breaker.untried()
                 self._drop(batch, "queue full")
 
     def probe(self, keys: Sequence[ChunkKey], record_nbytes: int, done: Callable[[], None]) -> bool:
         """Ask a shared store for a prefix of `keys` in the background, then `done()`; False if it is not asked."""
-        if not self.breaker.allow():
-            return False
 
         def run() -> Callable[[], None]:
             began = time.monotonic()
@@ -237,10 +236,25 @@ class Tier:
 
             return complete
 
-        return self._pool.submit_load(Task(run, done, lambda: None))
+        def late() -> None:
+            self._count_late()
+            done()
 
-    def remove(self, keys: Sequence[ChunkKey], reason: str) -> None:
-        """Delete records: not offered from now on, gone from the store in the background."""
+        return self._submit_load(Task(run, late, lambda: None))
+
+    def _submit_load(self, task: Task) -> bool:
+        if not self.breaker.allow():
+            return False
+        if self._pool.submit_load(task):
+            return True
+        self.breaker.untried()
+        return False
+
+    def remove(self, keys: Sequence[ChunkKey], reason: str) -> list[ChunkKey]:
+        """Delete what nobody was told is there: not offered from now on, gone from the store in the background.
+
+        Returns the keys of what goes.
+        """
         gone = self.ledger.leave(keys)
         self._report_evicted(gone, reason)
 
@@ -249,12 +263,14 @@ class Tier:
                 self._call("remove", partial(self.backend.remove, key))
             self.ledger.left(gone)
             left = {key[:SHARD_ID_NBYTES] for key in list(self.known)}
-            for shard_id in {key.shard_id for key in gone} - left:
-                self._remove_manifest(shard_id)
+            for shard_id in dict.fromkeys(key.shard_id for key in gone):
+                if shard_id not in left:
+                    self._remove_manifest(shard_id)
             return lambda: None
 
         if not self._pool.submit_load(Task(run, lambda: None, lambda: self.ledger.left(gone))):
             self.ledger.left(gone)
+        return gone
 
     def drain(self, timeout_s: float) -> bool:
         return self._pool.drain(timeout_s)
@@ -302,8 +318,8 @@ class Tier:
         started = time.monotonic()
         views = self._sealer.targets([item.record for item in batch], [item.layout for item in batch])
         keys = [item.key for item in batch]
-        got = self._call("get_many", lambda: self.backend.get_many(keys, views, timeout_s=self.timeout_s))
-        results: Sequence[GetResult] = got if isinstance(got, list) else [got] * len(batch)
+        get = partial(self.backend.get_many, keys, views, timeout_s=self.timeout_s)
+        results: Sequence[GetResult] = self._each("get_many", get, keys)
         answers = [self._check(*parts) for parts in zip(batch, views, results, strict=True)]
         seconds = time.monotonic() - started
 
@@ -357,8 +373,11 @@ class Tier:
         self._remove(item.key, "corrupt")
         return None, f"corrupt: {problem}"
 
-    def _late_load(self, batch: list[LoadItem]) -> None:
+    def _count_late(self) -> None:
         self.breaker.failed(f"no answer in {2 * self.timeout_s} s")
+
+    def _late_load(self, batch: list[LoadItem]) -> None:
+        self._count_late()
         for item in batch:
             self._metrics.add("tier_reads", tier=self.name, result="late")
             item.done(item, None, "late", True)
@@ -377,6 +396,8 @@ class Tier:
         def complete() -> None:
             for keys, outcome in answers:
                 self._count_health("put", keys, outcome)
+            if not answers:
+                self.breaker.untried()
             stored = [item for item, reason in zip(batch, results, strict=True) if not reason]
             nbytes = sum(item.record.nbytes for item in stored)
             self._metrics.observe("tier_write_seconds", seconds, tier=self.name)
@@ -427,26 +448,28 @@ class Tier:
                 break
             keys = [batch[index].key for index in wanted]
             views = [records[index] for index in wanted]
-            put = self._call("put_many", partial(self.backend.put_many, keys, views, timeout_s=self.timeout_s))
-            results = put if isinstance(put, list) else [put] * len(wanted)
+            results = self._each(
+                "put_many", partial(self.backend.put_many, keys, views, timeout_s=self.timeout_s), keys
+            )
             answers.append((keys, results))
             full: list[int] = []
-            self.ledger.unreserve(nbytes)
+            stored: list[Written] = []
             for index, result in zip(wanted, results, strict=True):
                 item = batch[index]
                 if result is None:
-                    self.ledger.learn(item.key, records[index].nbytes, _depth(records[index]), alone=item.alone)
+                    stored.append(Written(item.key, records[index].nbytes, _depth(records[index]), item.alone))
                     reasons[index] = ""
                 elif isinstance(result, BackendFull):
                     reasons[index] = f"full: {result}"
                     full.append(index)
                 else:
                     reasons[index] = f"fault: {result}"
+            self.ledger.written(nbytes, batch[0].key.shard_id, stored)
             wanted = full  # the store is fuller than we knew: make room once and try again
         return reasons
 
     def _late_store(self, batch: list[StoreItem]) -> None:
-        self.breaker.failed(f"no answer in {2 * self.timeout_s} s")
+        self._count_late()
         for item in batch:
             self._metrics.add("tier_writes", tier=self.name, result="late")
             self._metrics.add("drops", tier=self.name, reason="late")
@@ -454,7 +477,7 @@ class Tier:
         self._history.lost([item.key for item in batch], self.name, f"{NOT_STORED}late")
 
     def _make_room(self, nbytes: int, shard_id: bytes = b"", at_least: int = 0) -> bool:
-        """Reserve `nbytes` of the capacity, deleting what must go; False if there is no room all the same."""
+        """Reserve `nbytes` of the capacity until `ledger.written`, deleting what must go; False if there is no room."""
         gone, fits = self.ledger.reserve(nbytes, shard_id, at_least)
         for key in gone:
             self._call("remove", partial(self.backend.remove, key))
@@ -465,22 +488,26 @@ class Tier:
     def _write_manifest(self, item: StoreItem) -> None:
         """Say once per shard what its keys belong to, and learn whose they are."""
         shard_id = item.key.shard_id
-        if item.model is None or self.ledger.has_shard(shard_id):
+        has_all = self.ledger.has_manifest if self._keeps_manifests else self.ledger.has_shard
+        if item.model is None or has_all(shard_id):
             return
         described = manifest.of(item.model, shard_id)
+        self.ledger.belongs(shard_id, described.tenant, described.family_id)
         if not self._keeps_manifests:
-            self.ledger.belongs(shard_id, described.tenant, described.family_id)
             return
         record = manifest.pack(described, time.time_ns())
-        self.ledger.belongs(shard_id, described.tenant, described.family_id, len(record))
+        if not self._make_room(len(record)):
+            return
         staged = _memory(len(record))
         staged[: len(record)] = record
         put = self._call("put", partial(self.backend.put, manifest.key_of(shard_id), staged[: len(record)]))
         if isinstance(put, BackendError):
-            self.ledger.disown(shard_id, len(record))
+            self.ledger.written(len(record))
+        else:
+            self.ledger.learn_manifest(shard_id, len(record), len(record))
 
     def _read_manifest(self, entry: Entry) -> None:
-        if entry.nbytes > manifest.MAX_NBYTES or self.ledger.has_shard(entry.key.shard_id):
+        if entry.nbytes > manifest.MAX_NBYTES or self.ledger.has_manifest(entry.key.shard_id):
             return
         staged = _memory(entry.nbytes)
         nbytes = self._call("get", partial(self.backend.get, entry.key, staged))
@@ -491,22 +518,21 @@ class Tier:
             self._call("remove", partial(self.backend.remove, entry.key))
             return
         if found is not None:
-            self.ledger.belongs(found.shard_id, found.tenant, found.family_id, entry.nbytes)
+            self.ledger.belongs(found.shard_id, found.tenant, found.family_id)
+            self.ledger.learn_manifest(found.shard_id, entry.nbytes)
 
     def _remove_manifest(self, shard_id: bytes) -> None:
         if self._keeps_manifests and self.ledger.has_shard(shard_id):
-            key = manifest.key_of(shard_id)
-            staged = _memory(manifest.MAX_NBYTES)
-            nbytes = self._call("get", partial(self.backend.get, key, staged))
-            self._call("remove", partial(self.backend.remove, key))
-            self.ledger.disown(shard_id, nbytes if isinstance(nbytes, int) else 0)
+            self._call("remove", partial(self.backend.remove, manifest.key_of(shard_id)))
+            self.ledger.disown(shard_id)
 
     def _forget(self, key: ChunkKey, reason: str) -> None:
         if self.ledger.forget(key):
             self._report_evicted([key], reason)
 
     def _remove(self, key: ChunkKey, reason: str) -> None:
-        self._report_evicted(self.ledger.leave([key]), reason)
+        if self.ledger.forget(key, leaving=True):
+            self._report_evicted([key], reason)
         self._call("remove", lambda: self.backend.remove(key))
         self.ledger.left([key])
 
@@ -545,6 +571,19 @@ class Tier:
         if isinstance(answer, list):
             return [_plain(one) if isinstance(one, BackendError) else one for one in answer]
         return answer
+
+    def _each(self, verb: str, call: Callable[[], Any], keys: Sequence[ChunkKey]) -> list[Any]:
+        """`call()`, which answers for each of `keys`; an error that it ended with is the answer for all of them."""
+        answer = self._call(verb, call)
+        if isinstance(answer, list) and len(answer) == len(keys):
+            return answer
+        if not isinstance(answer, BackendError):
+            self.breaker.failed(f"{verb} returned no list of {len(keys)}", fatal=True)
+            log.error(
+                "tier %s: backend %s returned no list of %d from %s", self.name, self.backend_name, len(keys), verb
+            )
+            answer = _Foreign(f"{verb} returned no list of {len(keys)}")
+        return [answer] * len(keys)
 
     def _count_health(self, verb: str, keys: Sequence[ChunkKey], results: Sequence[object]) -> None:
         """Tell the breaker, and log the first fault after a success: the rest are counted."""

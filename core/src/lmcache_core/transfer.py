@@ -111,7 +111,8 @@ class TransferPool:
         self._store_nbytes = 0
         self._watched_loads: deque[Task] = deque()
         self._watched_stores: deque[Task] = deque()
-        self._running: set[Task] = set()
+        self._running: dict[Task, None] = {}
+        """In the order in which they began."""
         self._unanswered = 0
         self._stuck = 0
         self._vacant: list[bool] = []
@@ -231,7 +232,7 @@ class TransferPool:
                     wake.wait()
                 elif task.move(_State.QUEUED, _State.RUNNING):  # else it was late before a thread was free
                     task.loads_only = loads_only
-                    self._running.add(task)
+                    self._running[task] = None
                     return task
 
     def _serve(self, task: Task) -> bool:
@@ -257,7 +258,7 @@ class TransferPool:
 
     def _has_answer(self, task: Task) -> None:
         with self._lock:
-            self._running.discard(task)
+            self._running.pop(task, None)
             self._store_nbytes -= task.queued_nbytes
             self._unanswered -= 1
             if not self._unanswered:

@@ -9,6 +9,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,6 +93,7 @@ class RemotePool:
         self._closing = False
         self._asked: OrderedDict[str, Link] = OrderedDict()
         """Requests that may hold something, and where."""
+        self._pinned: dict[str, Link] = {}
         self._said_down = False
         self._ask_again_at = 0.0
         self._said_silent = False
@@ -148,13 +150,14 @@ class RemotePool:
 
     def release(self, request: str) -> None:
         self._forget_callback(request)
-        link = self._asked.pop(request, None)
+        asked, pinned = self._asked.pop(request, None), self._pinned.pop(request, None)
+        link = asked or pinned
         if link is not None:
             self._tell_on(link, wire.Release(request))
 
     def hold_resident(self, chain: Chain, request: str) -> int:
         def question(link: Link, call: int) -> object:
-            self._remember(request, link)
+            self._pinned[request] = link
             return wire.Hold(call, link.model(chain.model), b"".join(chain.digests), request)
 
         reply = self._ask(question, wire.Count)
@@ -205,6 +208,10 @@ class RemotePool:
         for link, generations in _by_link(entries).items():
             self._tell_on(link, wire.Abort(generations, reason))
             self._wrote(link, len(generations))
+
+    def give_up(self, entries: Sequence[Entry], reason: str) -> Callable[[], None]:
+        """The daemon is told when what is returned is called; others who wait for the records have deadlines."""
+        return partial(self.abort, entries, reason)
 
     def _wrote(self, link: Link, count: int) -> None:
         """So many copies into slots of `link` have ended; the daemon keeps those of a lost one aside until then."""
@@ -415,6 +422,7 @@ class RemotePool:
             callbacks = list(self._on_answered.values())
             self._on_answered.clear()
             self._asked.clear()
+            self._pinned.clear()
             self._changed.notify_all()
         if not self._closing:
             self._say_down(reason)

@@ -10,6 +10,7 @@ from typing import Final
 
 from .. import wire
 from ..chain import Chain, Model
+from ..errors import CapacityError
 from ..pool import Pool
 
 log = logging.getLogger(__name__)
@@ -67,8 +68,12 @@ class Commands:
                 name = _pin_name(chain)
                 if len(self._pins) >= MAX_PINS and name not in self._pins:
                     return wire.Failed(command.call, f"{MAX_PINS} prompts are pinned, which is the limit; unpin one")
+                try:
+                    count = self._pool.hold_resident(chain, name)
+                except CapacityError as error:
+                    return wire.Failed(command.call, str(error))
                 self._pins.add(name)
-                return wire.Count(command.call, self._pool.hold_resident(chain, name))
+                return wire.Count(command.call, count)
             case wire.Unpin():
                 name = _pin_name(chain_of(command.model, command.digests))
                 known = name in self._pins

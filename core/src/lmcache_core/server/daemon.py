@@ -33,6 +33,7 @@ from ..scrape import HttpServer
 from .commands import Command, Commands
 from .quarantine import GRACE_S, Quarantine, open_peer_pidfd
 from .session import MAX_UNSENT_NBYTES, Session, peer_of
+from .starts import alone_in
 from .tcp import TcpServer
 
 log = logging.getLogger(__name__)
@@ -382,6 +383,11 @@ def max_connections() -> int:
 
 def bind(path: Path, server: ServerConfig) -> socket.socket:
     """Listen on `path`; a socket that nobody serves is replaced, one that is served is an error."""
+    with alone_in(path.parent):
+        return _bind(path, server)
+
+
+def _bind(path: Path, server: ServerConfig) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

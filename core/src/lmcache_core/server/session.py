@@ -12,6 +12,7 @@ from typing import Final
 
 from .. import wire
 from ..chain import Chain, Model, Shard
+from ..errors import CapacityError
 from ..index import Entry
 from ..keys import SHARD_ID_NBYTES
 from ..metrics import Metrics
@@ -42,6 +43,7 @@ class Session:
         self.is_engine = self.only_commands = False
         """What it has sent so far; neither, before anything."""
         self.requests: dict[str, None] = {}
+        self.pins: set[str] = set()
         self.reserved: dict[int, Entry] = {}
         """Slots that this client is writing, by generation."""
         self.held: dict[int, Entry] = {}
@@ -69,6 +71,7 @@ class Session:
             case wire.Release():
                 self._pool.release(self._name(message.request))
                 self.requests.pop(message.request, None)
+                self.pins.discard(message.request)
             case wire.Reserve():
                 self._reserve(message)
             case wire.Commit():
@@ -83,10 +86,7 @@ class Session:
             case wire.Define():
                 self._define(message)
             case wire.Hold():
-                chain = self.chain(message.model, message.digests)
-                self._remember(message.request)
-                count = self._pool.hold_resident(chain, self._name(message.request))
-                self.send(wire.Count(message.call, count))
+                self._hold(message)
             case wire.Evict():
                 chain = self.chain(message.model, message.digests)
                 self.send(wire.Count(message.call, self._pool.evict(chain)))
@@ -104,9 +104,10 @@ class Session:
     def close(self) -> dict[int, Entry]:
         """End every lease and hold; what the client may still be writing is returned, out of the index."""
         self._closed = True
-        for request in self.requests:
+        for request in {*self.requests, *self.pins}:
             self._pool.release(self._name(request))
         self.requests.clear()
+        self.pins.clear()
         for generation, entry in self.held.items():
             self._pool.unhold([entry] * self._counts[generation])
         self.held.clear()
@@ -184,6 +185,17 @@ class Session:
     def _answered(self, request: str) -> None:
         if not self._closed:
             self.send(wire.Answered(request))
+
+    def _hold(self, message: wire.Hold) -> None:
+        chain = self.chain(message.model, message.digests)
+        try:
+            count = self._pool.hold_resident(chain, self._name(message.request))
+        except CapacityError as error:
+            log.warning("a pin is refused: %s", error)
+            self.send(wire.Failed(message.call, str(error)))
+            return
+        self.pins.add(message.request)
+        self.send(wire.Count(message.call, count))
 
     def _reserve(self, message: wire.Reserve) -> None:
         model = self._model(message.model)
