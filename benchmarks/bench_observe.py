@@ -138,7 +138,8 @@ def _log_file(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        logger.level, logger.propagate = before
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
         logger.removeHandler(handler)
         handler.close()
 
