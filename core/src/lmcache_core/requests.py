@@ -90,14 +90,14 @@ class _Open:
         )
 
 
-@dataclass(slots=True)
 class Requests:
     """Thread-safe, bounded; does nothing unless somebody listens."""
 
-    events: Events
-    log: Callable[[RequestReport], None] | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _open: OrderedDict[str, _Open] = field(default_factory=OrderedDict)
+    def __init__(self, events: Events, log: Callable[[RequestReport], None] | None = None) -> None:
+        self.events = events
+        self.log = log
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, _Open] = OrderedDict()
 
     @property
     def wanted(self) -> bool:
