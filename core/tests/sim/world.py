@@ -114,6 +114,8 @@ class Plan:
     models: int
     prompts: int
     pause_s: float
+    again: bool
+    """Opened a second time, over what is left in the stores."""
     threads_refused: float
     """How often a thread that is stuck cannot be replaced."""
     abrupt: bool
@@ -150,6 +152,7 @@ def plan_of(seed: int) -> Plan:
         models=rng.choice((1, 1, 2, 3, 4)),
         prompts=rng.choice((1, 3, 6)),
         pause_s=rng.choice((0.0005, 0.005, 0.05, 0.5)),
+        again=rng.random() < 0.2,
         threads_refused=rng.choice((0.0, 0.0, 0.5)),
         abrupt=rng.random() < 0.2,
         switch=rng.choice((0.02, 0.1, 0.3)),
