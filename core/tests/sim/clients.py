@@ -105,8 +105,10 @@ class Client:
             self.kept.append(request)
 
     def begin_and_leave(self) -> None:
-        """Have some of everything under way."""
+        """Have some of everything under way, and the stores slow, so that there is more behind it."""
         world, chain = self.world, self._chain()
+        for backend in world.backends:
+            backend.trouble.latency_s = backend.context.timeout_s
         shard, span = chain.model.shards[0], range(len(chain))
         engine = Engine(len(chain) * BLOCKS)
         ids = engine.compute(chain, shard, span)

@@ -154,7 +154,7 @@ def plan_of(seed: int) -> Plan:
         pause_s=rng.choice((0.0005, 0.005, 0.05, 0.5)),
         again=rng.random() < 0.2,
         threads_refused=rng.choice((0.0, 0.0, 0.5)),
-        abrupt=rng.random() < 0.2,
+        abrupt=rng.random() < 0.3,
         switch=rng.choice((0.02, 0.1, 0.3)),
         lines=rng.choice((0, 0, 0, 30, 300)),
         delay_s=rng.choice((0.0, 0.0, 0.001, 0.1)),
