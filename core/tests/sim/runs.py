@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from lmcache_core import late
 from lmcache_core.buffers import Slab
@@ -74,12 +74,17 @@ def _run(plan: Plan) -> Outcome:
                 worlds.append(build(scheduler, plan, number + again * plan.caches, left, stored))
                 at_end.callback(_free, worlds[-1].pool.slab)
             scheduler.refuses = lambda name: name.endswith("-io") and rng.random() < plan.threads_refused
-            scheduler.at_points = lambda worlds=worlds: [check_limits(world) for world in worlds]  # type: ignore[misc]
+            scheduler.at_points = partial(_look_at, worlds)
             _use(scheduler, worlds)
             proven += sum(world.proven for world in worlds)
             jobs += sum(world.jobs["ended"] for world in worlds)
             scheduler.refuses = lambda name: False
         return Outcome(plan.seed, scheduler.trace, scheduler.steps, scheduler.now, proven, jobs)
+
+
+def _look_at(worlds: list[World]) -> None:
+    for world in worlds:
+        check_limits(world)
 
 
 def _kept(tier: TierPlan, shared: Records) -> Records:
