@@ -147,6 +147,11 @@ def set_generation(page: memoryview, generation: int) -> None:
     _U64.pack_into(page, PAGE_NBYTES - 8, generation)
 
 
+def void(page: memoryview) -> None:
+    """Have the page be no header: what a store does not write over it shall not pass for its answer."""
+    page[: len(_MAGIC)] = bytes(len(_MAGIC))
+
+
 def holds(page: memoryview, key: ChunkKey, fingerprint: bytes, raw_nbytes: int, generation: int) -> bool:
     """Whether a slot in memory still holds this record in this generation."""
     found = _IDENTITY.unpack_from(page, _IDENTITY_OFFSET)
