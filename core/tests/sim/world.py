@@ -126,8 +126,8 @@ class Plan:
 
     @property
     def calm(self) -> bool:
-        """Whether nothing fails in it."""
-        return not self.device and not any(tier.rates or tier.outages for tier in self.tiers)
+        """Whether nothing fails in it, nor is slow."""
+        return not self.abrupt and not self.device and not any(tier.rates or tier.outages for tier in self.tiers)
 
 
 def plan_of(seed: int) -> Plan:
