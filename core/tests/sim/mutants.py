@@ -253,6 +253,14 @@ def a_manifest_takes_no_room(patch: Patch) -> None:
     patch.setattr(Tier, "_make_room", make_room)
 
 
+def a_lease_that_ends_keeps_its_pins_below(patch: Patch) -> None:
+    def let_go(self: Any, lease: Any) -> None:
+        self._index.unhold(lease.entries)
+        lease.entries, lease.below = [], []
+
+    patch.setattr(Leases, "_let_go", let_go)
+
+
 def a_prefetch_keeps_its_lease(patch: Patch) -> None:
     def end(self: Any, transfer: Any) -> None:
         kind, transfer.kind = transfer.kind, "" if transfer.kind == "prefetch" else transfer.kind
@@ -289,6 +297,7 @@ MUTANTS: Final = (
     Mutant(a_failed_load_is_counted_as_one_that_went_well, 0),
     Mutant(a_fault_of_a_write_leaves_its_record_held, 0),
     Mutant(a_late_copy_is_noticed_at_the_next_call_only, 7),
+    Mutant(a_lease_that_ends_keeps_its_pins_below, 8),
     Mutant(a_manifest_takes_no_room, 54),
     Mutant(a_payload_is_not_verified, 19),
     Mutant(a_pin_ends_like_the_oldest_lease, 57),
