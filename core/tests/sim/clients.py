@@ -127,6 +127,8 @@ class Client:
         with self._at_once("prefetch"):
             job = self.world.cache.prefetch(chain)
         probing = 2 * max((tier.timeout_s for tier in self.world.plan.tiers), default=0.0)
+        if self.world.plan.max_leases < 1000:  # a lease that ends early is asked for again, and again
+            probing *= 100
         bound_s = self._longest_load_s() + probing
         self._watch(job, "prefetch", len(chain), bound_s, len(chain.model.shards))
         if self.rng.random() < 0.5 and not self.world.plan.abrupt:
