@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -91,6 +92,12 @@ def open_directory(name: str, dir_fd: int) -> int:
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
 
 
+def close_fd(fd: int) -> None:
+    """Close what was not written to: it is closed also where the system says that this failed."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
 def _subdirectories(root_fd: int, parent: str, length: int) -> list[str]:
     try:
         fd = open_directory(parent, root_fd)
@@ -100,7 +107,7 @@ def _subdirectories(root_fd: int, parent: str, length: int) -> list[str]:
         with os.scandir(fd) as found:
             return [e.name for e in found if _HEX[length].fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
     finally:
-        os.close(fd)
+        close_fd(fd)
 
 
 def _records(root_fd: int, shard: str, head: str) -> list[Entry]:
@@ -120,7 +127,7 @@ def _records(root_fd: int, shard: str, head: str) -> list[Entry]:
                 if is_ours(status):
                     entries.append(Entry(ChunkKey.from_text(shard + item.name), status.st_size, status.st_mtime))
     finally:
-        os.close(fd)
+        close_fd(fd)
     return entries
 
 
@@ -134,7 +141,7 @@ def _temps(root_fd: int, *path: str) -> Iterator[Temp]:
             if parsed is not None:
                 yield Temp(fd, name, *parsed)
     finally:
-        os.close(fd)
+        close_fd(fd)
 
 
 def _opened(root_fd: int, *path: str) -> int | None:
@@ -144,11 +151,13 @@ def _opened(root_fd: int, *path: str) -> int | None:
         for name in path:
             parent, fd = fd, open_directory(name, root_fd if fd < 0 else fd)
             if parent >= 0:
-                os.close(parent)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+                close_fd(parent)
+    except OSError as error:
         if fd >= 0:
-            os.close(fd)
-        return None
+            close_fd(fd)
+        if isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
+            return None
+        raise
     return fd
 
 
