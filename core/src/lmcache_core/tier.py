@@ -567,7 +567,7 @@ class _Foreign(BackendError):
 
 def _memory(nbytes: int) -> memoryview:
     """Page-aligned memory for a manifest: not this thread's staging, which may hold a record that is being put."""
-    return memoryview(mmap.mmap(-1, page_align(nbytes)))
+    return memoryview(mmap.mmap(-1, page_align(max(nbytes, 1))))  # a crash leaves files of no length
 
 
 def _batches(items: Sequence[ItemT]) -> list[list[ItemT]]:

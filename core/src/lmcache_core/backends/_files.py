@@ -15,7 +15,9 @@ from ..backend import Entry
 from ..keys import ChunkKey
 
 _HEX: Final = {length: re.compile(f"[0-9a-f]{{{length}}}") for length in (2, 32, 64)}
-_TEMP: Final = re.compile(r"([A-Za-z0-9_-]{1,100})\.([0-9]{1,10})\.([0-9]{1,20})\.[0-9]{1,20}\.([0-9]{1,15})")
+_TEMP: Final = re.compile(r"([A-Za-z0-9_-]{1,100})\.([0-9]{1,10})\.([0-9]{1,20})\.[0-9]{1,20}\.([0-9]{1,19})")
+MAX_NBYTES: Final = 1 << 62
+"""No store holds more, nor twice as much."""
 _counter = itertools.count()
 
 
@@ -58,7 +60,9 @@ class Temp:
 def parse_temp(name: str) -> tuple[Writer, int] | None:
     """Writer and reserved bytes of a temporary file; `None` for a name that is not one of ours."""
     match = _TEMP.fullmatch(name)
-    return match and (Writer(match[1], int(match[2]), int(match[3])), int(match[4]))
+    if match is None or int(match[4]) > MAX_NBYTES:
+        return None
+    return Writer(match[1], int(match[2]), int(match[3])), int(match[4])
 
 
 def record_dir(key: ChunkKey) -> tuple[str, str]:

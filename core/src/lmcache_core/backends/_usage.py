@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..errors import BackendError, BackendFull, BackendUnavailable
-from ._files import Temp, Writer, close_fd, is_ours, parse_temp, walk, walk_temps
+from ._files import MAX_NBYTES, Temp, Writer, close_fd, is_ours, parse_temp, walk, walk_temps
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class SharedTotal:
             except BackendError:
                 logger.warning("the usage file of the disk store is damaged; counting anew")
                 self._recount(exclusive=False)
-            self._line = f"{self._writer.temp_name(limit_nbytes or 0)}\n".encode()
+            self._line = f"{self._writer.temp_name(min(limit_nbytes or 0, MAX_NBYTES))}\n".encode()
             lines = [*_lines(self._fd), self._line]
             self._rewrite(lines)
         self._bury()
@@ -221,7 +221,7 @@ class SharedTotal:
 def _parse(head: bytes) -> tuple[int, int]:
     if len(head) == _HEAD.size:
         magic, total, limit = _HEAD.unpack(head)
-        if magic == _MAGIC and total >= 0:
+        if magic == _MAGIC and 0 <= total <= MAX_NBYTES and limit >= _NO_LIMIT:
             return int(total), int(limit)
     raise BackendError("the usage file of the disk store is damaged; it is counted anew at the next start")
 
@@ -229,7 +229,8 @@ def _parse(head: bytes) -> tuple[int, int]:
 def _lines(fd: int) -> list[bytes]:
     """One `Writer.temp_name(limit)` for each open backend, 0 for none; whatever else is there is passed over."""
     text = os.pread(fd, 1 << 20, _HEAD.size)
-    return [line for line in text.splitlines(keepends=True) if parse_temp(line.decode("ascii", "replace").rstrip("\n"))]
+    lines = text.split(b"\n")[:-1]  # what follows the last line's end is no line, and would spoil the next one
+    return [line + b"\n" for line in lines if parse_temp(line.decode("ascii", "replace"))]
 
 
 def _unlink(temp: Temp) -> bool:
@@ -243,7 +244,7 @@ def _unlink(temp: Temp) -> bool:
 
 
 def _parsed(line: bytes) -> tuple[Writer, int]:
-    parsed = parse_temp(line.decode().rstrip("\n"))
+    parsed = parse_temp(line.decode()[:-1])
     assert parsed is not None
     return parsed
 

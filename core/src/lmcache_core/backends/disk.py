@@ -92,6 +92,8 @@ class DiskBackend(Backend[DiskOptions]):
         self._enter()
         try:
             return self._total.read()[0]
+        except OSError as error:
+            raise _fault(error, "count", None) from error
         finally:
             self._leave()
 
@@ -329,7 +331,7 @@ def _open_version_dir(root: Path) -> int:
             os.mkdir(VERSION_DIR, 0o700, dir_fd=fd)
         return open_directory(VERSION_DIR, fd)
     finally:
-        os.close(fd)
+        close_fd(fd)
 
 
 @contextlib.contextmanager
@@ -339,6 +341,6 @@ def _naming(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         cause = error.strerror or str(error)
-        if root.is_symlink():
+        if os.path.islink(root):
             cause = "it is a symbolic link; name the directory itself"
         raise ConfigError(f"disk: cannot use {root}: {cause}") from error
