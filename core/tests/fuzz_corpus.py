@@ -8,7 +8,9 @@ MAGIC = b"LMCACHE\0"
 
 
 def header(version: int = 1, kind: int = 0, encoded: int = 0, raw: int = 0, codec: bytes = b"identity") -> bytes:
-    head = struct.pack("<8sHBBI48s16sQQQQ32s", MAGIC, version, kind, 1, 0, bytes(48), bytes(16), encoded, raw, 0, 0, codec)
+    head = struct.pack(
+        "<8sHBBI48s16sQQQQ32s", MAGIC, version, kind, 1, 0, bytes(48), bytes(16), encoded, raw, 0, 0, codec
+    )
     return head.ljust(4096, b"\0")
 
 
@@ -60,7 +62,7 @@ MANIFESTS: list[bytes] = [
     FAMILY % (b"", b""),
     FAMILY % (b"", b"00"),
     FAMILY % (b"\\ud800", GOOD_ID),
-    "{\"family\": {\"salt_id\": \"\", \"family_id\": \"\uff10\uff10\"}}".encode(),
+    '{"family": {"salt_id": "", "family_id": "\uff10\uff10"}}'.encode(),
 ]
 
 USAGE_MAGIC = b"LMCuse\x01\n"
@@ -99,4 +101,117 @@ TEMPS: list[str] = [
     "a.1.2.3." + "9" * 20,
     "a." + "9" * 11 + ".2.3.4",
     "a" * 101 + ".1.2.3.4",
+]
+
+CONFIGS: list[str] = [
+    'device: "\\UFFFFFFFF"',
+    'device: "\\U00110000"',
+    'device: "\\ud800"',
+    '"\\ud800": 1',
+    'socket: "/run/\\0"',
+    'device: "\\x"',
+    "\ud800: 1",
+    "device: \udcff",
+    "%YAML 1." + "9" * 5000 + "\n---\ndevice: cpu",
+    "%YAML 2.0\n---\ndevice: cpu",
+    "%TAG ! a:\n---\ndevice: !x cpu",
+    "[" * 100_000,
+    "- " * 100_000,
+    "{" * 100_000,
+    "? " * 1000,
+    "? {a: b}\n: c",
+    "a: &a [x]\nb: *a",
+    "<<: {device: cpu}",
+    "device: cpu\ndevice: cpu",
+    "device: cpu\n---\ndevice: cpu",
+    "just text",
+    "- a\n- b",
+    "chunk_tokens: " + "9" * 5000,
+    "chunk_tokens: 1_000",
+    "chunk_tokens: 0x100",
+    "chunk_tokens: 017",
+    "chunk_tokens: ٣",
+    "chunk_tokens: 1e3",
+    "lease_timeout: .inf",
+    "lease_timeout: nan",
+    "lease_timeout: " + "9" * 400,
+    "lease_timeout: 1e400",
+    "staging: 99999999999999PiB",
+    "staging: -1GiB",
+    "device:\n\t- cpu",
+    "device: ${NOT_SET}",
+    "device: ${",
+    "device: ${" + "A" * 100_000,
+    "tiers: []",
+    "tiers: {a: b}",
+    "tiers: [{backend: memory, capacity: 1GiB}" + ", {backend: disk}" * 16 + "]",
+    "tiers: [" + "{}, " * 30_000 + "]",
+    "x" * 100_000 + ": 1",
+    "device: " + "x" * 100_000,
+    "#" * (1 << 20) + "\n",
+    "plugins: {disable: [" + "a, " * 30_000 + "]}",
+]
+
+STRUCTURES: list[dict[object, object]] = [
+    {"count": 10**5000},
+    {"ratio": 10**400},
+    {"ratio": float("nan")},
+    {"ratio": float("inf")},
+    {"ratio": 1j},
+    {"count": True},
+    {"count": 1.0},
+    {"flag": 1},
+    {"flag": "yes"},
+    {"size": "1G"},
+    {"size": 1.5},
+    {"whole": "500ms"},
+    {"path": "\0"},
+    {"path": "~nobody-is-called-so/x"},
+    {"path": ""},
+    {"colour": "green"},
+    {"mode": "x" * 100_000},
+    {"inner": []},
+    {"inner": {"depth": {"depth": 1}}},
+    {"pair": [1]},
+    {"pair": "1"},
+    {"more": "text"},
+    {7: 1},
+    {"": 1},
+    {"nope": 1},
+    {"x" * 100_000: 1},
+    {"wait": "1s", "wait_s": 1.0},
+]
+
+KEYS: list[str] = [
+    "",
+    "0" * 95,
+    "0" * 97,
+    "0" * 95 + "A",
+    "0" * 95 + "g",
+    "0" * 95 + "\n",
+    " " + "0" * 95,
+    "0x" + "0" * 94,
+    "0" * 48 + " " + "0" * 47,
+    "٣" * 96,
+    "\0" * 96,
+    "\udcff" * 96,
+    "../" * 32,
+    "0" * 1_000_000,
+]
+
+METADATA: list[tuple[bytes, bytes]] = [
+    (b"\n", b""),
+    (b"Name: x\n", b""),
+    (b"Version: 1\n", b""),
+    (b"\n\nName: x\nVersion: 1\n", b""),
+    (b"Name:\nVersion: \n", b""),
+    (b"\xff\xfe\0N", b""),
+    (b"", b"\n"),
+    (b"", b"lmcache_core.backends"),
+    (b"", b"[lmcache_core.backends]"),
+    (b"", b"[lmcache_core.backends]\n= x:Y\n[lmcache_core."),
+    (b"", b"[lmcache_core.nothing]\na = b:C\n"),
+    (b"", b"[ lmcache_core.backends ]\na = b:C\n"),
+    (b"", b"a = lmcache_core.backends:C\n"),
+    (b"", b"\xff\xfe[lmcache_core.backends]\na = b:C\n"),
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -299,9 +298,6 @@ def test_a_store_full_of_damaged_files_opens_serves_what_is_right_and_takes_new_
 
 
 @pytest.fixture(autouse=True)
-def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     """Warnings of thousands of cases are not kept."""
     caplog.set_level("CRITICAL")
-    yield
-
-

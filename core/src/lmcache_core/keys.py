@@ -128,7 +128,10 @@ def salt_id(salt: str | None, key_secret: str = "") -> bytes:
     if not isinstance(salt, str) or not _SALT.fullmatch(salt):
         kind = f"{len(salt)} characters" if isinstance(salt, str) else type(salt).__name__
         raise NamespaceError("salt", f"a tenant salt is 1 to 128 characters of A-Z a-z 0-9 . _ ~ + = -; got {kind}")
-    secret = hashlib.blake2b(key_secret.encode(), digest_size=32).digest() if key_secret else b""
+    try:
+        secret = hashlib.blake2b(key_secret.encode(), digest_size=32).digest() if key_secret else b""
+    except UnicodeEncodeError as error:
+        raise NamespaceError("key_secret", f"must be valid Unicode: {error.reason}") from None  # it would be shown
     return hashlib.blake2b(salt.encode(), digest_size=SALT_ID_NBYTES, key=secret, person=b"lmcache salt").digest()
 
 
