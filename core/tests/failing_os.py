@@ -18,7 +18,7 @@ from lmcache_core.backends import _files, _io, _usage, disk
 
 OPERATIONS: Final = frozenset(
     (
-        *("open", "close", "stat", "fstat", "lstat", "mkdir", "unlink", "rename", "listdir", "scandir"),
+        *("open", "close", "stat", "fstat", "lstat", "mkdir", "rmdir", "unlink", "rename", "listdir", "scandir"),
         *("pread", "pwrite", "preadv", "pwritev", "ftruncate"),
     )
 )
@@ -27,7 +27,7 @@ Before = Callable[[int, str], None]
 """Told the number of the operation, from 1 on, and its name; what it raises is what the operation fails with."""
 
 
-CHANGES: Final = frozenset(("mkdir", "rename", "unlink", "pwrite", "ftruncate"))
+CHANGES: Final = frozenset(("mkdir", "rmdir", "rename", "unlink", "pwrite", "ftruncate"))
 """Those that a network file system may have done when it says that they failed."""
 
 

@@ -15,7 +15,7 @@ import pytest
 from disk_helpers import NBYTES, dead_writer, open_disk, record, record_files, temp_files
 from failing_os import failing, interposed
 
-from lmcache_core.backends._files import Writer, parse_temp
+from lmcache_core.backends._files import Writer, parse_temp, record_dir
 from lmcache_core.backends.disk import DiskBackend
 from lmcache_core.errors import BackendError, BackendFull, BackendUnavailable, CacheError, ConfigError
 from lmcache_core.keys import ChunkKey
@@ -54,9 +54,7 @@ def replace(store: Store) -> None:
 def put_after_the_directory_went(store: Store) -> None:
     store.backend.put(NEW, record(NEW))
     store.backend.remove(NEW)
-    path = store.root / "v1" / NEW.text[:32]
-    (path / NEW.text[32:34]).rmdir()
-    path.rmdir()
+    store.backend._dirs.add(record_dir(NEW)[0])  # as another process would, which has not seen it go
     store.backend.put(NEW, record(NEW))
 
 

@@ -24,7 +24,7 @@ from ._usage import SharedTotal
 logger = logging.getLogger(__name__)
 
 VERSION_DIR: Final = "v1"
-_KNOWN_DIRS: Final = 1 << 16
+_KNOWN_DIRS: Final = 1 << 14
 # O_NONBLOCK: opening a FIFO that somebody put there must not wait for its writer.  Regular files ignore it.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -174,6 +174,7 @@ class DiskBackend(Backend[DiskOptions]):
                 if not is_ours(status):
                     return False
                 os.unlink(path, dir_fd=self._fd)
+                self._prune(directory)
                 self._total.give_back_locked(status.st_size)
             return True
         except OSError as error:
@@ -239,10 +240,12 @@ class DiskBackend(Backend[DiskOptions]):
         if directory in self._dirs:
             try:
                 return os.open(temp, flags, 0o600, dir_fd=self._fd)
-            except FileNotFoundError:  # somebody removed the directory that we knew
-                self._dirs.discard(directory)
-        self._make_dir(directory)
-        return os.open(temp, flags, 0o600, dir_fd=self._fd)
+            except FileNotFoundError:
+                pass  # somebody removed the directory that we knew
+        with self._total:  # without which none of us removes one
+            self._dirs.discard(directory)
+            self._make_dir(directory)
+            return os.open(temp, flags, 0o600, dir_fd=self._fd)
 
     def _publish(self, temp: str, path: str) -> None:
         if rename_new(temp, path, self._fd):
@@ -254,6 +257,13 @@ class DiskBackend(Backend[DiskOptions]):
                 # The record is there by now; failing here would say that it is not.
                 with contextlib.suppress(OSError, BackendError):
                     self._total.give_back_locked(replaced)
+
+    def _prune(self, directory: str) -> None:
+        """Remove the directories of a record if they are empty now; the caller holds the lock, as whoever makes them."""
+        with contextlib.suppress(OSError):
+            os.rmdir(directory, dir_fd=self._fd)
+            self._dirs.discard(directory)
+            os.rmdir(directory[:32], dir_fd=self._fd)
 
     def _size_of(self, path: str) -> int:
         try:
