@@ -117,10 +117,12 @@ def soak(session: nox.Session) -> None:
     core = ROOT / "core"
     suite = core / "tests"
     install(session, [core], [*extras(core, "testing"), *dependency_group(core, "test"), "matplotlib"])
-    parts = {"kills": "test_*kills.py", "fuzz": "test_fuzz_*.py"}
-    campaigns = [str(path) for part, glob in parts.items() if given.only in (None, part) for path in suite.glob(glob)]
-    if given.only in (None, "fuzz"):
-        campaigns.append(str(suite / "test_wire.py"))
+    parts = {
+        "kills": ("test_*kills.py", "test_disk_every_operation.py", "test_disk_below_a_cache.py"),
+        "fuzz": ("test_fuzz_*.py", "test_wire.py"),
+    }
+    wanted = [glob for part, globs in parts.items() if given.only in (None, part) for glob in globs]
+    campaigns = [str(path) for glob in wanted for path in suite.glob(glob)]
     environment = {} if given.short else {"LMCACHE_SOAK": "1"}
     if campaigns:
         options = ("-s", "--durations=0", "--durations-min=5", "-o", "faulthandler_timeout=3600")
