@@ -60,6 +60,8 @@ WAIT_S = 30.0
 MIB = 1 << 20
 BOUNDS = {"rss": 6 * MIB, "private": 4 * MIB, "slab": 4 * MIB, "extents": 8.0, "descriptors": 1.0, "threads": 1.0}
 """What a fitted line may grow by from the end of the warm-up to the end of the run."""
+FULL_MINUTES, WHILE_FILLING = 20.0, 3.0
+"""In a shorter run tables of models and maps of memory are still filling up to their bounds: that is allowed for."""
 
 
 class Wrong(Exception):
@@ -224,9 +226,10 @@ def growth(samples: list[Sample], name: str) -> float:
     return float(slope * (at[-1] - at[0]))
 
 
-def grown(taken: dict[str, list[Sample]]) -> list[str]:
+def grown(taken: dict[str, list[Sample]], minutes: float) -> list[str]:
     """What went over its bound; prints all of it."""
     over = []
+    more = 1.0 if minutes >= FULL_MINUTES else WHILE_FILLING
     for process, samples in taken.items():
         row = []
         for name, bound in BOUNDS.items():
@@ -234,8 +237,8 @@ def grown(taken: dict[str, list[Sample]]) -> list[str]:
             last = getattr(samples[-1], name)
             unit = MIB if bound >= MIB else 1
             row.append(f"{name} {last / unit:.1f} {rise / unit:+.2f}")
-            if rise > bound:
-                over.append(f"{process}: {name} grew by {rise / unit:.2f}, over the bound of {bound / unit:.0f}")
+            if rise > bound * more:
+                over.append(f"{process}: {name} grew by {rise / unit:.2f}, over the bound of {bound * more / unit:.0f}")
         print(f"{process:9} {'   '.join(row)}")
     return over
 
@@ -339,7 +342,7 @@ def main() -> int:
         problems = end(running)
         left = [path.name for path in Path(folder).glob("*-disk/v1/tmp/*")]
     problems += [f"left behind: {name}" for name in left]
-    problems += grown(taken)
+    problems += grown(taken, given.minutes)
     cpu = sum(samples[-1].cpu_s - samples[0].cpu_s for samples in taken.values()) / (60 * given.minutes)
     print(f"{cpu:.2f} cores in use")
     given.plot.parent.mkdir(parents=True, exist_ok=True)
