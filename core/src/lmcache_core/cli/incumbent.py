@@ -121,8 +121,7 @@ def migrate(theirs: Mapping[str, Any]) -> Migration:
     extra = values.get("extra_config") or {}
     if not isinstance(extra, Mapping):
         raise ConfigError("extra_config: expected a mapping")
-    for key in extra.keys() & _FROM_EXTRA:
-        _one_value(f"extra_config.{key}", extra[key])
+    extra = {k: _one_value(f"extra_config.{k}", v) if k in _FROM_EXTRA else v for k, v in extra.items()}
     used: set[str] = set()
     tiers = [*_memory(values, made), *_disk(values, made), *_remote(values, made, extra, used)]
     for tier in tiers:
@@ -248,7 +247,7 @@ def _redis(scheme: str, url: str, made: Migration, extra: Mapping[str, Any], use
     password = extra.get("password") or password
     used.update({"username", "password"} & set(extra))
     if user:
-        options["username"] = unquote(str(user))
+        options["username"] = unquote(str(user)).replace("$${", "${").replace("${", "$${")
     if password:
         options["password"] = _variable(f"{backend}_password", made)
     return {"name": "remote", "backend": backend, "options": options}
@@ -292,9 +291,10 @@ def _policy(values: Mapping[str, Any], made: Migration) -> str:
 
 
 def _one_value(key: str, value: Any) -> Any:
+    """What becomes a value of ours: `${` is not the beginning of a variable there, as it would be here."""
     if isinstance(value, (Mapping, list, tuple, set)):
         raise ConfigError(f"{key}: expected one value")
-    return value
+    return value.replace("${", "$${") if isinstance(value, str) else value
 
 
 def _number(values: Mapping[str, Any], key: str, kind: type[Any], default: float) -> Any:
