@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from disk_helpers import NBYTES, dead_writer, open_disk, record, record_files, temp_files
+from disk_helpers import NBYTES, dead_writer, leave_temp, open_disk, record, record_files, temp_files
 from failing_os import failing, interposed
 
 from lmcache_core.backends._files import Writer, parse_temp, record_dir
@@ -130,7 +130,7 @@ def filled_store(root: Path, *, full: bool = False) -> Iterator[Store]:
         for key in KEPT:
             backend.put(key, record(key))
         if full:
-            (root / "v1" / "tmp" / DEAD[0].temp_name(5 * NBYTES)).write_bytes(b"half")
+            leave_temp(root, DEAD[0], 5 * NBYTES)
             backend._total.reserve(5 * NBYTES)
         yield Store(root, backend)
 
@@ -263,7 +263,7 @@ def test_whichever_operation_fails_a_store_is_opened_right_or_not_at_all_and_not
         root = tmp_path / str(first) / "store"
         with filled_store(root):
             pass
-        (root / "v1" / "tmp" / DEAD[0].temp_name(NBYTES)).write_bytes(b"half")
+        leave_temp(root, DEAD[0])
         error: CacheError | None = None
         with ExitStack() as stack, interposed(failing(number, first, first + more), done) as calls:
             try:

@@ -259,7 +259,7 @@ class DiskBackend(Backend[DiskOptions]):
                     self._total.give_back_locked(replaced)
 
     def _prune(self, directory: str) -> None:
-        """Remove the directories of a record if they are empty now; the caller holds the lock, as whoever makes them."""
+        """Remove the directories of a record if they are empty now; who makes one holds the lock, too."""
         with contextlib.suppress(OSError):
             os.rmdir(directory, dir_fd=self._fd)
             self._dirs.discard(directory)
