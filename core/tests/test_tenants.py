@@ -153,7 +153,7 @@ def test_what_says_whose_records_were_leaves_with_the_last_of_them_and_makes_roo
         assert len(tier.ledger._tenants) == len(tier.ledger._families) == len(manifests) <= 10
         assert tier.ledger.used_nbytes == tier.backend.used_nbytes <= capacity
         assert not tier.ledger._records.keys() - {bytes.fromhex(each) for each in records}
-        assert len(list((tmp_path / "v1").iterdir())) == 3 + len(manifests), "directories go too"
+        assert len(list((tmp_path / "v1").iterdir())) == 2 + len(manifests), "directories go too"
 
 
 def test_a_tenant_that_comes_when_the_tier_is_full_is_known_for_one_and_held_to_its_quota(tmp_path: Path) -> None:
