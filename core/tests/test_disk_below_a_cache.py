@@ -17,8 +17,11 @@ from failing_os import failing, interposed
 from tiny import RECORD, chain, load, open_local, store, until
 
 CHUNKS = 4
-FAULTS = [(errno.EIO, 0), (errno.EIO, 5), (errno.ENOSPC, 0)][: 3 if os.environ.get("LMCACHE_SOAK") else 1]
+SOAK = bool(os.environ.get("LMCACHE_SOAK"))
+FAULTS = [(errno.EIO, 0), (errno.EIO, 5), (errno.ENOSPC, 0)][: 3 if SOAK else 1]
 """The errno, and how many more operations fail with it."""
+STEP = 1 if SOAK else 5
+"""Each operation, or as many as there is time for in the tests."""
 MANIFEST = 8192
 CAPACITY = 8 * RECORD + MANIFEST
 
@@ -40,7 +43,7 @@ def test_whichever_operation_fails_while_a_store_is_trimmed_its_capacity_holds_a
 ) -> None:
     caplog.set_level("CRITICAL")
     fill(tmp_path / "full", 3)
-    for first in itertools.count(1):
+    for first in itertools.count(1, STEP):
         root = tmp_path / str(first)
         shutil.copytree(tmp_path / "full", root)
         backend = open_disk(root, CAPACITY)
