@@ -106,11 +106,11 @@ def integration(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """Core's campaigns at full length, then half an hour of mixed load with a plot of what it took.
 
-    `--only kills|fuzz|long` for one part of it, `--minutes N` for another length of the last, `--short` for campaigns
-    as long as in the tests; the rest is for pytest.
+    `--only kills|fuzz|simulation|long` for one part of it, `--minutes N` for another length of the last, `--short` for
+    campaigns as long as in the tests; the rest is for pytest.
     """
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", choices=("kills", "fuzz", "long"))
+    parser.add_argument("--only", choices=("kills", "fuzz", "simulation", "long"))
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--short", action="store_true")
     given, more = parser.parse_known_args(session.posargs)
@@ -120,6 +120,7 @@ def soak(session: nox.Session) -> None:
     parts = {
         "kills": ("test_*kills.py", "test_disk_every_operation.py", "test_disk_below_a_cache.py"),
         "fuzz": ("test_fuzz_*.py", "test_wire.py"),
+        "simulation": ("test_simulation.py",),
     }
     wanted = [glob for part, globs in parts.items() if given.only in (None, part) for glob in globs]
     campaigns = [str(path) for glob in wanted for path in suite.glob(glob)]
