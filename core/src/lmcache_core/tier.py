@@ -501,11 +501,10 @@ class Tier:
         lists = isinstance(backend, SupportsListing)
         if not self.ledger.has_manifest(shard_id) or not (lists or cleared or not backend.traits.shared):
             return self.ledger.disown(shard_id)
-        if isinstance(backend, SupportsListing):  # others may have stored what we do not know
+        if isinstance(backend, SupportsListing) and backend.traits.shared:  # others may have what we do not know
             entries = self._call("entries", lambda: self._until_closed(backend.entries(shard_id)))
-            if not isinstance(entries, list):
+            if not isinstance(entries, list) or not all(manifest.is_manifest(entry.key) for entry in entries):
                 return False
-            self.ledger.learn_new((e.key, e.nbytes) for e in entries if not manifest.is_manifest(e.key))
         if not self.ledger.disown(shard_id):
             return False
         self._call("remove", partial(backend.remove, manifest.key_of(shard_id)))
