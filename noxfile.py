@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -103,13 +104,33 @@ def integration(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """The campaigns of core's tests at full length: a million frames, 600 processes killed, 5000 seeds."""
+    """Core's campaigns at full length, then half an hour of mixed load with a plot of what it took.
+
+    `--only kills|fuzz|simulation|long` for one part of it, `--minutes N` for another length of the last, `--short` for
+    campaigns as long as in the tests; the rest is for pytest.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", choices=("kills", "fuzz", "simulation", "long"))
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--short", action="store_true")
+    given, more = parser.parse_known_args(session.posargs)
     core = ROOT / "core"
-    install(session, [core], [*extras(core, "testing"), *dependency_group(core, "test")])
-    campaigns = [str(core / "tests" / name) for name in ("test_wire.py", "test_daemon_kills.py", "test_simulation.py")]
-    session.run(
-        "pytest", "-s", "-o", "faulthandler_timeout=1800", *session.posargs, *campaigns, env={"LMCACHE_SOAK": "1"}
-    )
+    suite = core / "tests"
+    install(session, [core], [*extras(core, "testing"), *dependency_group(core, "test"), "matplotlib"])
+    parts = {
+        "kills": ("test_*kills.py", "test_disk_every_operation.py", "test_disk_below_a_cache.py"),
+        "fuzz": ("test_fuzz_*.py", "test_wire.py"),
+        "simulation": ("test_simulation.py",),
+    }
+    wanted = [glob for part, globs in parts.items() if given.only in (None, part) for glob in globs]
+    campaigns = [str(path) for glob in wanted for path in suite.glob(glob)]
+    environment = {} if given.short else {"LMCACHE_SOAK": "1"}
+    if campaigns:
+        options = ("-s", "--durations=0", "--durations-min=5", "-o", "faulthandler_timeout=3600")
+        session.run("pytest", *options, *more, *sorted(campaigns), env=environment)
+    if given.only in (None, "long"):
+        plot = ROOT / "out" / "soak.png"
+        session.run("python", str(suite / "long_run.py"), "--minutes", str(given.minutes), "--plot", str(plot))
 
 
 @nox.session

@@ -26,7 +26,7 @@ from .options import (
     option_fields,
     written,
 )
-from .spelling import did_you_mean
+from .spelling import did_you_mean, printable, shown
 from .units import format_nbytes, format_seconds
 
 MEMORY: Final = "memory"
@@ -57,7 +57,7 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         if not _TIER_NAME.fullmatch(self.name):
-            raise FieldError("name", f"{self.name!r} is not a tier name; write a-z, 0-9 and single - or _")
+            raise FieldError("name", f"{self.name[:80]!r} is not a tier name; write a-z, 0-9 and single - or _")
         for key in ("backend", "policy", "codec"):
             _check_plugin_name(key, getattr(self, key))
         if self.capacity_nbytes is not None and self.capacity_nbytes < 1:
@@ -214,20 +214,20 @@ def _settings(value: Any, name: str, path: str, origins: Origins, secret: bool) 
             yield from settings(item, f"{path}.{label}" if label else f"{path}[{index}]", origins)
     else:
         origin = origins.get(path, Origin("default"))
-        yield Setting(path, _shown(value, name, origin, secret), origin.source)
+        yield Setting(path, printable(_shown(value, name, origin, secret)), origin.source)
 
 
 def _raw_settings(node: Node, path: str) -> Iterator[Setting]:
     """Options whose plugin is not loaded: what is secret is unknown, so only what stands in the file is shown."""
     if isinstance(node, Table):
         for key, item in node.items.items():
-            yield from _raw_settings(item, f"{path}.{key}")
+            yield from _raw_settings(item, f"{path}.{printable(key)}")
     elif isinstance(node, Sequence):
         for index, item in enumerate(node.items):
             yield from _raw_settings(item, f"{path}[{index}]")
     else:
         clear = node.literal or (node.value if node.in_file else "***")
-        yield Setting(path, _mask_url(str(clear)), node.source)
+        yield Setting(path, printable(_mask_url(str(clear))), node.source)
 
 
 def _shown(value: Any, name: str, origin: Origin, secret: bool) -> str:
@@ -304,12 +304,12 @@ def _override(root: Table, environ: Mapping[str, str]) -> Table:
     variables = sorted(name for name in environ if name.startswith(PREFIX))
     problems: list[str] = []
     for variable in variables:
-        node = Scalar(environ[variable], f"environment variable {variable}")
+        node = Scalar(environ[variable], f"environment variable {shown(variable)}")
         steps = variable.removeprefix(PREFIX).split("__")
         changed = _set(root, steps, node)
         if changed is None:
             known = _known_variables(root, variable)
-            problems.append(f"environment variable {variable}: names no setting{did_you_mean(variable, known)}")
+            problems.append(f"{node.source}: names no setting{did_you_mean(variable, known)}")
         else:
             root = changed
     if problems:

@@ -186,7 +186,8 @@ def _migrated_text(path: Path, made: incumbent.Migration) -> str:
     lines += [f"# Needs the environment variable {variable}." for variable in made.environ]
     lines += ["# Not carried over:"] if made.notes else []
     lines += [f"#   {note.key}: {note.value}: {note.why}".replace("\n", " ") for note in made.notes]
-    return "\n".join(lines) + "\n" + yaml.safe_dump(made.config, sort_keys=False, allow_unicode=True)
+    text = "\n".join(lines) + "\n" + yaml.safe_dump(made.config, sort_keys=False, allow_unicode=True)
+    return text.encode("utf-8", "backslashreplace").decode()  # YAML has escapes for what is no text
 
 
 def _problems(config: CacheConfig) -> Iterator[str]:
