@@ -150,7 +150,7 @@ class Offer:
         return 100 * counted / (TIMES * self.slots)
 
     def _drops(self) -> int:
-        return self.cache.metrics.count("drops", tier="host", reason="no room")
+        return int(self.cache.metrics.count("drops", tier="host", reason="no room"))
 
 
 class Sampler:

@@ -84,9 +84,9 @@ def pool_of(cache: Any) -> Pool:
 
 
 def counted(cache: Any, name: str, **labels: str) -> int:
-    """A counter, whichever side of the socket counts it."""
+    """A counter, whichever side of the socket counts it; where both do, they agree or one is not done."""
     behind = METRICS[cache].count(name, **labels) if cache in METRICS else 0
-    return cache.metrics.count(name, **labels) + behind
+    return int(max(cache.metrics.count(name, **labels), behind))
 
 
 def held(cache: Any) -> int:

@@ -76,6 +76,18 @@ def test_a_slow_hook_loses_events_that_are_counted_and_never_blocks_who_emits() 
     assert [arguments["number"] for _, arguments in hook.heard[1:]] == list(range(MAX_QUEUED))
 
 
+def test_a_hook_that_nobody_implements_is_not_queued() -> None:
+    heard: list[str] = []
+    bus = Events(lambda hook, arguments: heard.append(hook), heard={"mine"})
+    assert bus.hears("mine")
+    assert not bus.hears("other")
+    bus.emit("other")
+    bus.emit("mine")
+    bus.close()
+    assert heard == ["mine"]
+    assert not bus.hears("mine")
+
+
 def test_close_delivers_what_is_queued_and_ends_the_thread() -> None:
     hook = SlowHook()
     bus = Events(hook)

@@ -111,6 +111,7 @@ def test_every_hook_is_heard_with_what_its_specification_says(
     serve(cache, 0)
     assert cache.drain(WAIT_S)
     cache.evict(cache.chain(range(16), MODEL))
+    cache._pool.clear(b"")
     module.Store.away = True
     for number in range(1, 40):
         serve(cache, number)
@@ -129,6 +130,12 @@ def test_every_hook_is_heard_with_what_its_specification_says(
     assert stored["seconds"] >= 0
     loaded = heard["lmcache_chunks_retrieved"][0]
     assert (loaded["request"], loaded["hit_chunks"], loaded["failed_chunks"]) == ("r0", 1, 0)
+    report = heard["lmcache_request_ended"][0]["report"]
+    assert (report.request, report.tokens, report.hit_tokens, report.loaded_chunks) == ("r0", 16, 16, 1)
+    assert [(part.tier, part.chunks) for part in report.parts] == [("host", 1)]
+    saved = heard["lmcache_prompt_stored"][0]
+    assert (saved["span"], list(saved["tokens"]), saved["result"].ok_chunks) == (range(1), list(range(16)), 1)
+    assert heard["lmcache_cleared"] == [{"shard_id": b""}]
     gone = heard["lmcache_chunks_evicted"]
     assert {each["reason"] for each in gone} <= {"capacity", "removed", "corrupt", "lost"}
     assert {"host", "store"} <= {each["tier"] for each in gone if each["reason"] == "removed"}

@@ -71,9 +71,7 @@ def linked(tmp_path: Path) -> Iterator[Ends]:
         accepted: list[socket.socket] = []
         acceptor = threading.Thread(target=lambda: accepted.append(welcome()))
         acceptor.start()
-        link = Link(
-            path, "c", connect_timeout_s=WAIT_S, send_timeout_s=WAIT_S, quiet=True, on_open=lambda extent: None
-        )
+        link = Link(path, "c", connect_timeout_s=WAIT_S, send_timeout_s=WAIT_S, quiet=True, on_open=lambda extent: None)
         acceptor.join(WAIT_S)
     with accepted[0] as far:
         ends = Ends(link, far)

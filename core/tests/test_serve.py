@@ -54,6 +54,19 @@ def test_the_log_has_one_line_for_each_change_of_state(config: Path) -> None:
     assert [next((s for s in starts if line.startswith(s)), line) for line in said] == list(starts)
 
 
+def test_with_json_every_line_of_the_log_is_an_object(config: Path) -> None:
+    config.write_text(json.dumps({**json.loads(config.read_text()), "log_requests": "text"}))
+    with Serve(config, "--json") as daemon:
+        daemon.ready()
+        with joined(daemon.socket) as cache:
+            load(cache, PROMPT, request="mine")
+        assert daemon.stop() == 0
+    said = [json.loads(line) for line in daemon.lines]
+    assert {"time", "level", "logger"} <= set.intersection(*(set(fields) for fields in said))
+    (lookup,) = [fields for fields in said if fields.get("event") == "lookup"]
+    assert (lookup["result"], lookup["reason"]) == ("miss", "never stored")
+
+
 def test_status_and_ping_succeed_only_if_the_daemon_answers(config: Path) -> None:
     for command in ("status", "ping", "drain"):
         result = lmc(command, "--config", config)

@@ -19,6 +19,7 @@ from lmcache_core.device import Device
 from lmcache_core.devices.cpu import CpuDevice
 from lmcache_core.events import Events
 from lmcache_core.frame import record_nbytes
+from lmcache_core.history import History
 from lmcache_core.metrics import Metrics
 from lmcache_core.policies.lru import LRU
 from lmcache_core.policy import EvictionPolicy
@@ -121,6 +122,7 @@ def open_pool(
     """Room for `chunks` tiny chunks in host memory over tiers for `backends`, nearest first."""
     metrics = metrics or Metrics()
     events = events or Events(None)
+    history = History()
     names = itertools.count(1)
     sealer = Sealer(codec or Identity(), codec_name, lambda name: None)
     tiers = [
@@ -136,6 +138,8 @@ def open_pool(
             max_queued_nbytes=max_queued_nbytes,
             metrics=metrics,
             events=events,
+            history=history,
+            policy_name=getattr(policy, "__name__", ""),
             probe_interval_s=probe_interval_s,
             clock=clock,
         )
@@ -149,6 +153,8 @@ def open_pool(
         new_policy=policy,
         metrics=metrics,
         events=events,
+        history=history,
+        policy_name=getattr(policy, "__name__", ""),
         write=write,
         tenant_quota_nbytes=tenant_quota_nbytes,
         lease_timeout_s=lease_timeout_s,

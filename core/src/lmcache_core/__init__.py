@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .opening import open_cache
     from .options import RawOptions
     from .policy import EvictionPolicy, Item
+    from .requests import RequestReport
 
 __version__: Final = "0.1.0"
 
@@ -103,6 +104,7 @@ __all__ = [
     "RawOptions",
     "Region",
     "RemoteCache",
+    "RequestReport",
     "Shard",
     "SupportsListing",
     "SupportsRegistration",
@@ -137,6 +139,7 @@ _MODULES: Final = {
     "opening": "open_cache",
     "options": "RawOptions",
     "policy": "EvictionPolicy Item",
+    "requests": "RequestReport",
 }
 _HOME: Final = {name: module for module, names in _MODULES.items() for name in names.split()}
 

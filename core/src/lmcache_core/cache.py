@@ -26,6 +26,10 @@ class Hit:
     """A slower tier has not answered yet: ask again with the same request."""
     boot_id: str
     lease_id: int
+    refused: int = 0
+    """Chunks that were found too, and would have cost more to load than to compute."""
+    tiers: tuple[tuple[str, int], ...] = ()
+    """Chunks by the tier that they are in, nearest first."""
 
     @property
     def chunks(self) -> int:
@@ -183,6 +187,12 @@ class Cache(ABC):
     @abstractmethod
     def evict(self, chain: Chain) -> int:
         """Remove the records of `chain` that nobody uses from every tier; return how many left host memory."""
+
+    def computed(self, model: Model, tokens: int, seconds: float, *, context_tokens: int = 0) -> None:  # noqa: B027
+        """Tell how long the engine took to compute `tokens` tokens of a prompt, after `context_tokens` of it.
+
+        From this the cache learns which hits are dearer than computing; an engine that does not say is refused none.
+        """
 
     @abstractmethod
     def poll(self) -> list[JobResult]:

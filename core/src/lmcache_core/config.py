@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from .endpoints import AUTO, ServerConfig, TcpConfig, socket_path
+from .endpoints import AUTO, ServerConfig, TcpConfig, check_loopback, socket_path
 from .errors import ConfigError
 from .nodes import MAX_TEXT_NBYTES, Node, Scalar, Sequence, Table, parse_yaml
 from .options import (
@@ -96,6 +96,10 @@ class CacheConfig:
     device: str = "auto"
     staging_nbytes: int = 256 << 20
     write: Literal["through", "second_use", "on_evict"] = "through"
+    admission: Literal["auto", "always"] = "auto"
+    log_requests: Literal["off", "text", "json"] = "off"
+    metrics: str = ""
+    """"127.0.0.1:9465", say: where a cache that `open_cache` opens serves its metrics; empty for nowhere."""
     lease_timeout_s: float = 60.0
     key_secret: str = field(default="", repr=False)
     socket: str | None = None
@@ -115,6 +119,11 @@ class CacheConfig:
             raise FieldError("staging", f"must be at least 1MiB, got {self.staging_nbytes} bytes")
         if self.write not in ("through", "second_use", "on_evict"):
             raise FieldError("write", f"{self.write!r} is none of through, second_use, on_evict")
+        if self.admission not in ("auto", "always"):
+            raise FieldError("admission", f"{self.admission!r} is none of auto, always")
+        if self.log_requests not in ("off", "text", "json"):
+            raise FieldError("log_requests", f"{self.log_requests!r} is none of off, text, json")
+        check_loopback("metrics", self.metrics)
         if not self.lease_timeout_s > 0:
             raise FieldError("lease_timeout", f"must be above zero, got {self.lease_timeout_s}")
         if not self.socket_timeout_s > 0:

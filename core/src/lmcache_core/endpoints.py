@@ -68,13 +68,7 @@ class ServerConfig:
             raise FieldError("max_clients", f"must be 1 to 65,536, got {self.max_clients}")
         if not -20 <= self.nice <= 19:
             raise FieldError("nice", f"must be -20 to 19, got {self.nice}")
-        if self.http:
-            try:
-                address = parse_address(self.http)
-            except ValueError as error:
-                raise FieldError("http", str(error)) from error
-            if not address.is_loopback:
-                raise FieldError("http", f"{self.http} is not on loopback; put a proxy with authentication before it")
+        check_loopback("http", self.http)
 
     @property
     def mode(self) -> int:
@@ -107,6 +101,18 @@ def parse_address(text: str) -> Address:
     except ValueError as error:
         raise ValueError(f"{text[:80]!r} is not an IP address and a port; write e.g. 127.0.0.1:9464") from error
     return Address(host, int(match[3]))
+
+
+def check_loopback(field_name: str, text: str) -> None:
+    """FieldError unless `text` is empty, or an address and port on loopback."""
+    if not text:
+        return
+    try:
+        address = parse_address(text)
+    except ValueError as error:
+        raise FieldError(field_name, str(error)) from error
+    if not address.is_loopback:
+        raise FieldError(field_name, f"{text} is not on loopback; put a proxy with authentication before it")
 
 
 def socket_path(text: str) -> Path:

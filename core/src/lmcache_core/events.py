@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Final
 
 from .unhandled import report
@@ -27,8 +27,11 @@ class Events:
         self,
         call: Callable[[str, dict[str, Any]], None] | None,
         on_drop: Callable[[], None] = lambda: None,
+        heard: Container[str] | None = None,
     ) -> None:
+        """`heard` are the hooks that somebody implements; None for any."""
         self._call = call
+        self._heard = heard
         self._on_drop = on_drop
         self._queue: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(MAX_QUEUED)
         self._abandoned = False
@@ -42,9 +45,13 @@ class Events:
         """Whether anybody listens; ask before building a costly event."""
         return self._thread is not None
 
+    def hears(self, hook: str) -> bool:
+        """Whether anybody listens to that hook."""
+        return self._thread is not None and (self._heard is None or hook in self._heard)
+
     def emit(self, hook: str, **kwargs: Any) -> None:
         """Queue one event; returns at once."""
-        if self._thread is None:
+        if not self.hears(hook):
             return
         try:
             self._queue.put_nowait((hook, kwargs))

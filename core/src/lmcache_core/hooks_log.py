@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
+from .cache import JobResult
 from .hookspecs import hookimpl
 from .keys import ChunkKey
 
@@ -44,6 +45,19 @@ class LogHooks:
             "request %.64r: prefix hit of %d chunks, %d failed, %.1f MiB in %.1f ms",
             request, hit_chunks, failed_chunks, nbytes / (1 << 20), seconds * 1e3,
         )  # fmt: skip
+
+    @hookimpl
+    def lmcache_request_ended(self, report: Any) -> None:
+        _log.debug("request %.64r: %d of %d tokens found", report.request, report.hit_tokens, report.tokens)
+
+    @hookimpl
+    def lmcache_prompt_stored(self, request: str, result: JobResult) -> None:
+        self._chunks["taken from engines"] += result.ok_chunks
+        _log.debug("request %.64r: %d chunks taken, %d there already", request, result.ok_chunks, result.skipped)
+
+    @hookimpl
+    def lmcache_cleared(self, shard_id: bytes) -> None:
+        _log.info("cleared %s", shard_id.hex() or "everything")
 
     @hookimpl
     def lmcache_chunks_evicted(self, tier: str, keys: Sequence[ChunkKey], reason: str) -> None:

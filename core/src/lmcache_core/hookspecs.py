@@ -7,11 +7,16 @@ itself: one that raises is logged once and does not keep the others from hearing
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pluggy
 
+from .cache import JobResult
+from .chain import Chain
 from .keys import ChunkKey
+
+if TYPE_CHECKING:
+    from .requests import RequestReport
 
 PROJECT: Final = "lmcache_core"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -26,6 +31,27 @@ def lmcache_cache_started(cache: Any) -> None:
 @hookspec
 def lmcache_cache_stopping(cache: Any) -> None:
     """The cache will close its tiers soon."""
+
+
+@hookspec
+def lmcache_request_ended(report: RequestReport) -> None:
+    """A request was released: what its lookup found, and what its loads did."""
+
+
+@hookspec
+def lmcache_prompt_stored(
+    request: str, chain: Chain, span: range, tokens: Sequence[int], result: JobResult, ended_at: float
+) -> None:
+    """An engine's store of the chunks `span` of `chain` ended: they are in host memory, but for `result.failed`.
+
+    `tokens` are those of the chain's first chunks, as far as they are known here; `ended_at` is in seconds since the
+    epoch.
+    """
+
+
+@hookspec
+def lmcache_cleared(shard_id: bytes) -> None:
+    """Everything that nobody held was removed from every tier, of one shard or with b"" of all."""
 
 
 @hookspec

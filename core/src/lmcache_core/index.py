@@ -12,7 +12,8 @@ from .keys import SHARD_ID_NBYTES, ChunkKey
 from .layout import Layout
 
 Sink = Callable[[int, "Entry | None", str], None]
-"""Told (position, entry or None, reason) when a record that was waited for is ready or lost."""
+"""Told (position, entry, tier that it came from) when a record that was waited for is ready, (position, None, reason)
+when it is lost."""
 
 
 class State(enum.Enum):
@@ -32,14 +33,17 @@ class Entry:
         "alone",
         "below_mask",
         "depth",
+        "entered",
         "generation",
         "holds",
         "key",
+        "last_used",
         "layout",
         "model",
         "slot",
         "state",
         "stored_at_ns",
+        "uses",
         "waiters",
     )
 
@@ -68,6 +72,9 @@ class Entry:
         self.alone = False
         """Of a window or state group: may leave without its siblings."""
         self.stored_at_ns = 0
+        self.entered = self.last_used = 0.0
+        """By the pool's clock."""
+        self.uses = 0
         self.waiters: list[tuple[Sink, int]] = []
 
     @property
@@ -152,6 +159,11 @@ class Index:
     def used(self, tenant: bytes) -> int:
         """Bytes of slots that hold the tenant's records, or are being filled with them."""
         return self._used[tenant]
+
+    def held_nbytes(self) -> int:
+        """Bytes of slots that could not be given up now."""
+        free = sum(slot_nbytes * count for slot_nbytes, count in self._evictable.items())
+        return sum(self._used.values()) - free
 
     def evictable(self, slot_nbytes: int) -> int:
         """Entries of a size class that could leave now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,16 @@ from dataclasses import dataclass
 from .index import Siblings
 from .keys import SHARD_ID_NBYTES, ChunkKey
 from .policy import EvictionPolicy, Item
-from .shares import Shares
+from .shares import Shares, Tenants
+
+
+@dataclass(slots=True)
+class Life:
+    """How a record fared in a tier; times by the monotonic clock."""
+
+    began: float
+    used_at: float
+    uses: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +61,8 @@ class Ledger:
         self._records: Counter[bytes] = Counter()
         """How many of each shard are known."""
         self._leaving: set[bytes] = set()
+        self._lives: dict[bytes, Life] = {}
+        """Of 1 record in 8."""
 
     def belongs(self, shard_id: bytes, tenant: bytes, family_id: bytes) -> None:
         """Records of this shard are the tenant's and of that family."""
@@ -116,7 +128,7 @@ class Ledger:
             return gone
 
     def is_leaving(self, key: ChunkKey) -> bool:
-        """Whether it is still to be deleted: not if it was stored again."""
+        """Whether it is still to be deleted: nothing may be written in its place until then."""
         return key in self._leaving
 
     def left(self, keys: Iterable[ChunkKey]) -> None:
@@ -124,16 +136,39 @@ class Ledger:
         with self._lock:
             self._leaving.difference_update(keys)
 
-    def forget(self, key: ChunkKey) -> bool:
-        """The tier has it no more; whether it was known."""
+    def forget(self, key: ChunkKey, *, leaving: bool = False) -> bool:
+        """The tier has it no more, or no more for long (`leaving`, until `left`), held or not; whether it was known."""
         with self._lock:
-            return self._forget(key)
+            known = self._forget(key)
+            if known and leaving:
+                self._leaving.add(key)
+            return known
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """A request used these records, deepest first."""
+        now = time.monotonic()
         with self._lock:
             for key in keys:
                 self._shares.get(key)
+                life = self._lives.get(key)
+                if life is not None:
+                    life.used_at = now
+                    life.uses += 1
+
+    def end_lives(self, keys: Iterable[bytes]) -> list[Life]:
+        """How the records fared that have left; of those only that were followed."""
+        with self._lock:
+            return [life for key in keys if (life := self._lives.pop(key, None)) is not None]
+
+    def pinned_nbytes(self) -> int:
+        """Bytes of the records that requests hold."""
+        with self._lock:
+            return sum(self.known.get(key, 0) for key in self._pins)
+
+    def tenants(self) -> Tenants:
+        """How much each tenant uses."""
+        with self._lock:
+            return Tenants(tuple(self._shares.tenants().values()), self.tenant_quota_nbytes)
 
     def pin(self, keys: Sequence[bytes]) -> bool:
         """Keep all of `keys` until `unpin`; False, and nothing is kept, if one of them is not known any more."""
@@ -151,7 +186,7 @@ class Ledger:
                     del self._pins[key]
 
     def reserve(self, nbytes: int, shard_id: bytes = b"", at_least: int = 0) -> tuple[list[ChunkKey], bool]:
-        """Count `nbytes` as used for a write to come: (who must be deleted now, whether there is room then).
+        """Count `nbytes` as used for a write to come: (who must be deleted now, then `left`, whether there is room).
 
         `at_least` bytes go in any case: the store is fuller than we know.  Ends with `written`.
         """
@@ -202,6 +237,7 @@ class Ledger:
         for key in dict.fromkeys([*chosen, *self._siblings.expand(together)]):
             if key not in self._pins and self._forget(key):
                 gone.append(key)
+                self._leaving.add(key)
         return bool(chosen)
 
     def _learn(self, key: ChunkKey, nbytes: int, depth: int, alone: bool) -> None:
@@ -212,6 +248,8 @@ class Ledger:
         self._siblings.add(key)
         if alone:
             self._alone.add(key)
+        if not key[-1] & 7 and key not in self._lives:
+            self._lives[key] = Life(now := time.monotonic(), now)
         self._shares.put(Item(key, depth, nbytes, self._tenants.get(key[:SHARD_ID_NBYTES], b"")))
 
     def _forget(self, key: ChunkKey) -> bool:

@@ -11,9 +11,12 @@ from typing import Final, Protocol
 from .device import Device
 from .errors import CacheError
 from .events import Events
+from .gauges import add_pool_gauges
+from .history import History
 from .metrics import Metrics
 from .pool import Pool
 from .pooled import PooledCache
+from .requests import RequestReport
 from .tier import TierStatus
 
 _PREFAULT_NBYTES: Final = 2 << 20
@@ -37,11 +40,29 @@ class LocalCache(PooledCache):
 
     _pool: Pool
 
-    def __init__(self, pool: Pool, device: Device, *, metrics: Metrics, events: Events, device_name: str = "") -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        device: Device,
+        *,
+        metrics: Metrics,
+        events: Events,
+        device_name: str = "",
+        admission: bool = True,
+        log_request: Callable[[RequestReport], None] | None = None,
+    ) -> None:
         self._prefaults = Prefaults()
         pool.slab.on_grow = self._prefaults.start
         pool.slab.on_drop = self._unregister
-        super().__init__(pool, device, metrics=metrics, events=events, device_name=device_name)
+        super().__init__(
+            pool,
+            device,
+            metrics=metrics,
+            events=events,
+            device_name=device_name,
+            admission=admission,
+            log_request=log_request,
+        )
         add_pool_gauges(metrics, pool)
 
     def status(self) -> CacheStatus:
@@ -52,6 +73,11 @@ class LocalCache(PooledCache):
         tiers = tuple(tier.status() for tier in self._pool.tiers)
         capacity = self._pool.slab.capacity_nbytes
         return CacheStatus(self._pool.boot_id, self._device_name, records, in_use, used, capacity, tiers)
+
+    @property
+    def history(self) -> History:
+        """What became of chunks and lookups lately."""
+        return self._pool.history
 
     def close(self) -> None:
         if not self._forked:
@@ -98,9 +124,3 @@ class Prefaults:
         while (extent := self._wanted.get()) is not None:
             extent.prefault(lambda: self._stopping)
             del extent  # or its memory would stay until the next one comes
-
-
-def add_pool_gauges(metrics: Metrics, pool: Pool) -> None:
-    """What a pool holds, for whoever collects the metrics."""
-    metrics.gauge("used_bytes", "Bytes of host memory extents.", lambda: {(): pool.usage()[2]})
-    metrics.gauge("records_in_use", "Records that something holds.", lambda: {(): pool.usage()[1]})

@@ -17,7 +17,10 @@ from .device import Device
 from .endpoints import socket_path
 from .errors import ConfigError, DeviceError, PluginError
 from .events import Events
+from .gauges import add_plugin_gauge
+from .history import History
 from .local import LocalCache
+from .logs import request_log
 from .metrics import Metrics
 from .policy import EvictionPolicy
 from .pool import Pool
@@ -41,6 +44,19 @@ def open_cache(
         config = load_config(config)
     device_name, device = open_device(config.device, config.plugins)
     metrics = Metrics()
+    cache = _open_cache(config, socket, device_name, device, metrics)
+    add_plugin_gauge(metrics, [*used_plugins(config), (plugins.DEVICES, device_name)], config.plugins.disable)
+    try:
+        cache.serve_metrics(config.metrics)
+    except ConfigError as error:  # several processes of one configuration: one of them has the port
+        log.warning("no metrics are served here: %s", str(error))
+    return cache
+
+
+def _open_cache(
+    config: CacheConfig, socket: str | Path | None, device_name: str, device: Device, metrics: Metrics
+) -> LocalCache | RemoteCache:
+    admission, log_request = config.admission == "auto", request_log(config.log_requests)
     if socket is not None or config.socket is not None:
         path = socket_path(str(socket)) if socket is not None else config.daemon_socket
         return connect(
@@ -50,10 +66,20 @@ def open_cache(
             call_timeout_s=config.socket_timeout_s,
             metrics=metrics,
             events=open_events(config, metrics),
+            admission=admission,
+            log_request=log_request,
         )
     pool, events = open_pool(config, metrics)
     log.info("this process alone uses the host memory: every other that opens a cache of its own takes as much again")
-    return LocalCache(pool, device, metrics=metrics, events=events, device_name=device_name)
+    return LocalCache(
+        pool,
+        device,
+        metrics=metrics,
+        events=events,
+        device_name=device_name,
+        admission=admission,
+        log_request=log_request,
+    )
 
 
 def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
@@ -66,10 +92,12 @@ def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
     below = [tier for tier in config.tiers if tier is not host]
     slab = Slab(capacity)
     events = open_events(config, metrics)
+    history = History()
+    queue_nbytes = max(capacity // 4, 1)
     tiers: list[Tier] = []
     try:
         for tier in below:
-            tiers.append(open_tier(tier, use, metrics, events, max_queued_nbytes=max(capacity // 4, 1)))
+            tiers.append(open_tier(tier, use, metrics, events, max_queued_nbytes=queue_nbytes, history=history))
             tiers[-1].start()
     except BaseException:
         for opened in tiers:
@@ -82,8 +110,11 @@ def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
         new_policy=new_policy,
         metrics=metrics,
         events=events,
+        history=history,
+        policy_name=host.policy if host is not None else "lru",
         name=host.name if host is not None else "staging",
         write=config.write,
+        admission=config.admission == "auto",
         tenant_quota_nbytes=host.tenant_quota_nbytes if host is not None else None,
         lease_timeout_s=config.lease_timeout_s,
     )
@@ -95,6 +126,18 @@ def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
     return pool, events
 
 
+def used_plugins(config: CacheConfig) -> list[tuple[str, str]]:
+    """(group, name) of each plugin that a pool with this configuration has loaded."""
+    below = [tier for tier in config.tiers if tier is not config.host]
+    policies = {tier.policy for tier in config.tiers}
+    return [
+        *((plugins.BACKENDS, name) for name in sorted({tier.backend for tier in below})),
+        *((plugins.CODECS, name) for name in sorted({tier.codec for tier in below})),
+        *((plugins.POLICIES, name) for name in sorted(policies if config.host else policies | {"lru"})),
+        *((plugins.HOOKS, name) for name in config.plugins.hooks),
+    ]
+
+
 def open_tier(
     config: TierConfig,
     use: PluginsConfig,
@@ -102,6 +145,7 @@ def open_tier(
     events: Events,
     *,
     max_queued_nbytes: int,
+    history: History | None = None,
 ) -> Tier:
     """One tier with its backend, codec and policy; not started."""
     codec = _load(plugins.CODECS, config.codec, use)()
@@ -129,6 +173,8 @@ def open_tier(
         max_queued_nbytes=max_queued_nbytes,
         metrics=metrics,
         events=events,
+        history=history,
+        policy_name=config.policy,
     )
 
 
@@ -176,6 +222,10 @@ def open_events(config: CacheConfig, metrics: Metrics) -> Events:
     if not config.plugins.hooks and config.plugins.inline is None:
         return Events(None)
     manager = plugins.load_hooks(config.plugins.hooks, config.plugins.disable, config.plugins.inline)
-    return Events(
-        lambda hook, arguments: plugins.call_hooks(manager, hook, **arguments), lambda: metrics.add("hook_drops")
-    )
+
+    def call(hook: str, arguments: dict[str, Any]) -> None:
+        for name in plugins.call_hooks(manager, hook, **arguments):
+            metrics.add("hook_failures", plugin=name)
+
+    heard = frozenset(name for name, caller in vars(manager.hook).items() if caller.get_hookimpls())
+    return Events(call, lambda: metrics.add("hook_drops"), heard)

@@ -222,8 +222,12 @@ def load_hook_offer(offer: PluginInfo) -> object:
         raise PluginImportFailed(f"{offer}: {_cause(error)}") from error
 
 
-def call_hooks(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> None:
-    """Call each implementation of `hook` by itself; one that fails is logged once and keeps nobody from hearing."""
+def call_hooks(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[str]:
+    """Call each implementation of `hook` by itself; one that fails is logged once and keeps nobody from hearing.
+
+    Returns the names of the plugins that failed.
+    """
+    failed: list[str] = []
     caller: pluggy.HookCaller = getattr(manager.hook, hook)
     for implementation in reversed(caller.get_hookimpls()):
         wanted = {name: arguments[name] for name in implementation.argnames}
@@ -232,6 +236,7 @@ def call_hooks(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> No
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            failed.append(implementation.plugin_name)
             seen = _failed_hooks.setdefault(manager, set())
             if (implementation.plugin_name, hook) not in seen:
                 seen.add((implementation.plugin_name, hook))
@@ -239,6 +244,7 @@ def call_hooks(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> No
                     "hook plugin %r: %s failed (%s); later failures of it are not logged",
                     implementation.plugin_name, hook, type(error).__name__,
                 )  # fmt: skip
+    return failed
 
 
 def _has_plugins(module: ModuleType) -> bool:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +19,14 @@ from .buffers import Extent, Slab, Slot
 from .chain import Chain, GroupKind, Model, Shard
 from .events import Events
 from .frame import Frame
+from .history import NOT_STORED, History
 from .index import Entry, Index, Sink, State
 from .keys import ChunkKey
 from .layout import PAGE_NBYTES, Layout, page_align
 from .leases import Found, Leases
 from .metrics import Metrics
 from .policy import EvictionPolicy, Item
-from .shares import Shares
+from .shares import Shares, Tenants
 from .tier import LoadItem, StoreItem, Tier
 
 log = logging.getLogger(__name__)
@@ -56,8 +58,11 @@ class Pool:
         new_policy: Callable[[], EvictionPolicy],
         metrics: Metrics,
         events: Events,
+        history: History | None = None,
+        policy_name: str = "",
         name: str = "host",
         write: Write = "through",
+        admission: bool = True,
         tenant_quota_nbytes: int | None = None,
         lease_timeout_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
@@ -69,12 +74,24 @@ class Pool:
         self._new_policy = new_policy
         self._metrics = metrics
         self._events = events
+        self.history = history or History()
+        self._policy_name = policy_name
         self._write = write
         self._tenant_quota_nbytes = tenant_quota_nbytes
         self._clock = clock
         self._lock = threading.RLock()
         self._index = Index()
-        self.leases = Leases(self._lock, self._index, self.tiers, metrics, timeout_s=lease_timeout_s, clock=clock)
+        self.leases = Leases(
+            self._lock,
+            self._index,
+            self.tiers,
+            metrics,
+            self.history,
+            host=name,
+            admission=admission,
+            timeout_s=lease_timeout_s,
+            clock=clock,
+        )
         self._shares: dict[int, Shares] = {}
         self._generations = itertools.count(1)
         self._uses = 0
@@ -82,11 +99,13 @@ class Pool:
 
     # Leases.
 
-    def lookup(self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None) -> Found:
-        return self.leases.lookup(chain, request, on_answered)
+    def lookup(
+        self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None, token_s: float = 0.0
+    ) -> Found:
+        return self.leases.lookup(chain, request, on_answered, token_s)
 
-    def lookup_answered(self, chain: Chain, request: str, timeout_s: float) -> Found:
-        return self.leases.lookup_answered(chain, request, timeout_s)
+    def lookup_answered(self, chain: Chain, request: str, timeout_s: float, token_s: float = 0.0) -> Found:
+        return self.leases.lookup_answered(chain, request, timeout_s, token_s)
 
     def release(self, request: str) -> None:
         self.leases.release(request)
@@ -123,7 +142,10 @@ class Pool:
                 entry.alone = alone
                 new.append((position, entry))
         self._submit_writes(again)
-        return Reservation(new, len(span) - len(positions), positions[len(slots) :])
+        refused = positions[len(slots) :]
+        if refused:
+            self.history.lost([keys[span.start + i] for i in refused], self.name, f"{NOT_STORED}no room")
+        return Reservation(new, len(span) - len(positions), refused)
 
     def commit(self, entries: Sequence[Entry]) -> str:
         """Publish what was copied in, and write it to the tiers below as the `write` knob says; "" for success."""
@@ -142,7 +164,7 @@ class Pool:
                 writes = self._plan_demotions(entries[0].slot.nbytes)
         self._submit_writes(writes)
         for sink, position, entry in told:
-            sink(position, entry, "")
+            sink(position, entry, self.name)
         return ""
 
     def abort(self, entries: Sequence[Entry], reason: str, *, give_slots: bool = True) -> None:
@@ -184,10 +206,11 @@ class Pool:
 
     # Loads.
 
-    def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink) -> None:
-        """Hold each record of `span` for a job and tell `sink(position, entry | None, reason)` once for each.
+    def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink, *, for_engine: bool = True) -> None:
+        """Hold each record of `span` for a job and tell `sink(position, entry | None, tier or reason)` once for each.
 
-        What is in host memory is told before this returns, what comes from below when it is there.
+        What is in host memory is told before this returns, what comes from below when it is there.  `for_engine` is
+        for a daemon's accounts.
         """
         keys, layout, depth = chain.keys(shard, span), shard.layout, span.start
         told: list[tuple[int, Entry | None, str]] = []
@@ -200,7 +223,7 @@ class Pool:
                 if entry is not None:
                     self._index.hold([entry])
                     if entry.state is State.READY:
-                        told.append((position, entry, ""))
+                        told.append((position, entry, self.name))
                         used.append(entry)
                     else:
                         entry.waiters.append((sink, position))
@@ -261,6 +284,8 @@ class Pool:
             if other is not None and not in_use:
                 self.tiers[other].load([self._load_item(entry, other)])
             else:
+                if reason != "miss" and not reason.startswith("corrupt"):  # those have left: the tier said so
+                    self.history.lost([key], self.tiers[where].name, reason)
                 self._fail(entry, reason, give_slot=not in_use)
             return
         frame.set_generation(item.record[:PAGE_NBYTES], entry.generation)
@@ -272,7 +297,7 @@ class Pool:
             writes = self._plan_writes([entry], range(where)) if self._write == "through" else []
         self._submit_writes(writes)
         for sink, position, ready in told:
-            sink(position, ready, "")
+            sink(position, ready, self.tiers[where].name)
 
     def _load_returned(self, item: LoadItem) -> None:
         self.give_slots([item.context[0]])
@@ -287,6 +312,7 @@ class Pool:
 
     def _enter(self, key: ChunkKey, slot: Slot, layout: Layout, depth: int, state: State, model: Model) -> Entry:
         entry = Entry(key, slot, layout, depth, state, next(self._generations), model)
+        entry.entered = entry.last_used = self._clock()
         frame.set_generation(self.slab.view(slot)[:PAGE_NBYTES], entry.generation)
         self._index.add(entry)
         return entry
@@ -294,7 +320,10 @@ class Pool:
     def _touch(self, entries: Sequence[Entry]) -> None:
         """Tell the policies of use, deepest chunk first."""
         self._uses += 1
+        now = self._clock()
         for entry in entries:
+            entry.uses += 1
+            entry.last_used = now
             self._share(entry.slot.nbytes).get(entry.key)
             self.slab.extents[entry.slot.extent_id].last_used = self._uses
 
@@ -389,12 +418,21 @@ class Pool:
             self.slab.give(entry.slot)
         if victims:
             self._metrics.add("evictions", len(victims), tier=self.name, reason=reason)
+            keys = [entry.key for entry in victims]
+            self.history.lost(keys, self.name, reason, self._policy_name if reason == "capacity" else "")
+            if reason == "capacity":
+                self._observe_lives(victims)
             if self._events.wanted:
-                keys = [entry.key for entry in victims]
                 self._events.emit("lmcache_chunks_evicted", tier=self.name, keys=keys, reason=reason)
             if self.tiers and self._write == "on_evict":
                 lost = sum(not self._saved(entry.key) for entry in victims)
                 self._metrics.add("drops", lost, tier=self.name, reason="evicted before it was saved")
+
+    def _observe_lives(self, victims: Sequence[Entry]) -> None:
+        now, observe = self._clock(), self._metrics.observe_all
+        observe("evicted_age_seconds", [now - entry.entered for entry in victims], tier=self.name)
+        observe("evicted_idle_seconds", [now - entry.last_used for entry in victims], tier=self.name)
+        observe("evicted_uses", [entry.uses for entry in victims], tier=self.name)
 
     def _saved(self, key: bytes) -> bool:
         return any(key in tier.known for tier in self.tiers)
@@ -477,6 +515,7 @@ class Pool:
             known = [ChunkKey(key) for key in list(tier.known) if key.startswith(shard_id)]
             if known:
                 gone.update(tier.remove(known, "removed"))
+        self._events.emit("lmcache_cleared", shard_id=shard_id)
         return len(gone)
 
     def drain(self, timeout_s: float) -> bool:
@@ -500,6 +539,23 @@ class Pool:
         with self._lock:
             held = sum(entry.holds > 0 for entry in self._index.entries.values())
             return len(self._index.entries), held, self.slab.used_nbytes
+
+    def records(self) -> int:
+        """Records in host memory, those on their way there too."""
+        return len(self._index.entries)
+
+    def held_nbytes(self) -> int:
+        """Bytes of host memory that could not be given up now."""
+        with self._lock:
+            return self._index.held_nbytes()
+
+    def tenants(self) -> Tenants:
+        """How much host memory each tenant uses."""
+        with self._lock:
+            used: Counter[bytes] = Counter()
+            for shares in self._shares.values():
+                used.update(shares.tenants())
+            return Tenants(tuple(used.values()), self._tenant_quota_nbytes)
 
     def in_forked_child(self) -> None:
         """See `forks`: the slab's descriptors would keep its memory when the parent is gone."""

@@ -7,14 +7,14 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from .cache import Cache, Hit, Job, JobResult
-from .chain import Chain, Shard
+from .chain import Chain, Model, Shard
 from .device import Device, Fence, Pages
 from .errors import CacheError
 from .events import Events
@@ -24,6 +24,12 @@ from .late import LateCopies
 from .leases import Found
 from .metrics import Metrics
 from .pool import Reservation
+from .prompts import Prompts
+from .requests import Part, RequestReport, Requests
+from .worth import Worth
+
+if TYPE_CHECKING:
+    from .scrape import HttpServer
 
 log = logging.getLogger(__name__)
 
@@ -53,15 +59,17 @@ class PoolPort(Protocol):
     def boot_id(self) -> str:
         """Another one means that every earlier lease is void."""
 
-    def lookup(self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None) -> Found: ...
-    def lookup_answered(self, chain: Chain, request: str, timeout_s: float) -> Found: ...
+    def lookup(
+        self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None, token_s: float = 0.0
+    ) -> Found: ...
+    def lookup_answered(self, chain: Chain, request: str, timeout_s: float, token_s: float = 0.0) -> Found: ...
     def release(self, request: str) -> None: ...
     def hold_resident(self, chain: Chain, request: str) -> int: ...
     def reserve(self, chain: Chain, shard: Shard, span: range) -> Reservation: ...
     def commit(self, entries: Sequence[Entry]) -> str: ...
     def abort(self, entries: Sequence[Entry], reason: str) -> None: ...
     def give_up(self, entries: Sequence[Entry], reason: str) -> Callable[[], None]: ...
-    def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink) -> None: ...
+    def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink, *, for_engine: bool = True) -> None: ...
     def unhold(self, entries: Sequence[Entry]) -> None: ...
     def extent(self, entry: Entry) -> Mapped: ...
     def payload(self, entry: Entry) -> memoryview: ...
@@ -90,6 +98,10 @@ class _Transfer:
     after: Fence | None = None
     reservation: Reservation | None = None
     failed: dict[int, str] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+    """What came from each tier; filled only if somebody listens."""
+    resident: bool = False
+    """Everything was in host memory when it was asked for."""
     nbytes: int = 0
 
     def blocks(self, position: int) -> Sequence[int]:
@@ -116,8 +128,14 @@ class PooledCache(Cache):
         metrics: Metrics,
         events: Events,
         device_name: str = "",
+        admission: bool = True,
+        log_request: Callable[[RequestReport], None] | None = None,
     ) -> None:
         self.metrics = metrics
+        self._worth = Worth() if admission else None
+        self._requests = Requests(events, log_request)
+        self._prompts = Prompts()
+        self._http: HttpServer | None = None
         self._pool = pool
         self._device = device
         self._device_name = device_name or type(device).__name__
@@ -140,17 +158,44 @@ class PooledCache(Cache):
         tell_of_forks(self)
         events.emit("lmcache_cache_started", cache=self)
 
+    def serve_metrics(self, address: str) -> None:
+        """Serve /metrics on "IP:PORT", port 0 for a free one, until the cache is closed; nothing for "".
+
+        Raises ConfigError where the port is taken.
+        """
+        from .scrape import HttpServer  # its imports would slow every start
+
+        self._http = HttpServer.start(address, self.metrics, lambda: "", "metrics")
+
+    @property
+    def metrics_address(self) -> str:
+        """Where the metrics are served; empty for nowhere."""
+        return str(self._http.address) if self._http is not None else ""
+
     # The engine's side.
+
+    def chain(self, tokens: Sequence[int] | Any, model: Model, *, extra: Mapping[int, bytes] | None = None) -> Chain:
+        made = super().chain(tokens, model, extra=extra)
+        if self._events.hears("lmcache_prompt_stored"):
+            self._prompts.remember(made, tokens)
+        return made
 
     def lookup(self, chain: Chain, request: str) -> Hit:
         if self._forked:
             return _no_hit(chain, request)
-        return self._hit(chain, request, self._pool.lookup(chain, request))
+        began, token_s = time.monotonic(), self._worth.token_s(chain) if self._worth is not None else 0.0
+        return self._hit(chain, request, self._pool.lookup(chain, request, None, token_s), began, token_s)
 
     def lookup_answered(self, chain: Chain, request: str, *, timeout_s: float) -> Hit:
         if self._forked:
             return _no_hit(chain, request)
-        return self._hit(chain, request, self._pool.lookup_answered(chain, request, timeout_s))
+        began, token_s = time.monotonic(), self._worth.token_s(chain) if self._worth is not None else 0.0
+        found = self._pool.lookup_answered(chain, request, timeout_s, token_s)
+        return self._hit(chain, request, found, began, token_s)
+
+    def computed(self, model: Model, tokens: int, seconds: float, *, context_tokens: int = 0) -> None:
+        if self._worth is not None:
+            self._worth.computed(model, tokens, seconds, context_tokens)
 
     def retrieve(
         self,
@@ -171,6 +216,7 @@ class PooledCache(Cache):
         transfer = self._begin("retrieve", hit.request, span, len(span))
         transfer.shard, transfer.pages, transfer.block_ids = shard, pages, block_ids
         transfer.skip_blocks = skip_tokens // block_tokens
+        transfer.chain, transfer.resident = hit.chain, span.stop <= hit.resident
         self._acquire(transfer, hit.chain, shard, span)
         return transfer.job
 
@@ -226,6 +272,7 @@ class PooledCache(Cache):
     def release(self, request: str) -> None:
         if not self._forked:
             self._pool.release(request)
+            self._requests.ended(request)
 
     def pin(self, chain: Chain) -> int:
         return 0 if self._forked else self._pool.hold_resident(chain, _pin_name(chain))
@@ -258,6 +305,9 @@ class PooledCache(Cache):
             if self._closed:
                 return
             self._closed = True
+        if self._http is not None:
+            self._http.close()
+        self._requests.close()
         self._events.emit("lmcache_cache_stopping", cache=self)
         self._ready.put(None)
         self._mover.join()
@@ -292,8 +342,20 @@ class PooledCache(Cache):
         job._finish(result)
         return job
 
-    def _hit(self, chain: Chain, request: str, found: Found) -> Hit:
-        return Hit(chain, request, found.resident, found.restorable, found.pending, self._pool.boot_id, found.lease_id)
+    def _hit(self, chain: Chain, request: str, found: Found, began: float, token_s: float) -> Hit:
+        hit = Hit(
+            chain,
+            request,
+            found.resident,
+            found.restorable,
+            found.pending,
+            self._pool.boot_id,
+            found.lease_id,
+            found.refused,
+            found.tiers,
+        )
+        self._requests.looked_up(hit, began, token_s)
+        return hit
 
     def _begin(self, kind: str, request: str, span: range, outstanding: int) -> _Transfer:
         transfer = _Transfer(Job(next(self._ids)), kind, request, span, outstanding, time.monotonic())
@@ -307,7 +369,10 @@ class PooledCache(Cache):
 
     def _acquire(self, transfer: _Transfer, chain: Chain, shard: Shard, span: range) -> None:
         put = self._ready.put
-        self._pool.acquire(chain, shard, span, lambda i, entry, reason: put((transfer, i, entry, reason)))
+        for_engine = transfer.kind == "retrieve"
+        self._pool.acquire(
+            chain, shard, span, lambda i, entry, reason: put((transfer, i, entry, reason)), for_engine=for_engine
+        )
 
     def _end(self, transfer: _Transfer) -> None:
         """Report a transfer, exactly once."""
@@ -363,11 +428,34 @@ class PooledCache(Cache):
             self.metrics.add("stores", result.skipped, result="skipped")
             self.metrics.add("stores", failed, result="failed")
             self.metrics.add("store_bytes", result.nbytes)
+            self.metrics.observe("store_seconds", result.seconds)
+            if transfer.chain is not None and self._events.hears("lmcache_prompt_stored"):
+                self._events.emit(
+                    "lmcache_prompt_stored",
+                    request=transfer.request,
+                    chain=transfer.chain,
+                    span=transfer.span,
+                    tokens=self._prompts.tokens(transfer.chain),
+                    result=result,
+                    ended_at=time.time(),
+                )
             return
         self.metrics.add("loads", len(transfer.span) - failed, result="ok")
         self.metrics.add("loads", failed - late, result="failed")
         self.metrics.add("loads", late, result="late")
         self.metrics.add("load_bytes", result.nbytes)
+        self.metrics.observe("load_seconds", result.seconds)
+        if self._worth is not None and transfer.resident and not failed and transfer.chain is not None:
+            self._worth.copied(transfer.chain.model, len(transfer.span), result.seconds)
+        self._requests.loaded(
+            transfer.request,
+            transfer.started,
+            result.seconds,
+            ok=result.ok_chunks,
+            failed=failed,
+            nbytes=result.nbytes,
+            parts=transfer.parts,
+        )
         self._events.emit(
             "lmcache_chunks_retrieved",
             request=transfer.request,
@@ -415,6 +503,8 @@ class PooledCache(Cache):
     def _arrived(self, transfer: _Transfer, ready: list[_Ready]) -> None:
         """Copy what has come into the engine's blocks, and end the transfer when nothing is out."""
         good: list[tuple[int, Entry]] = []
+        if self._requests.wanted:
+            _add_parts(transfer, [tier for _, _, entry, tier in ready if entry is not None])
         for _, position, entry, reason in ready:
             if entry is None:
                 transfer.failed.setdefault(position, reason)
@@ -582,6 +672,13 @@ def _parts(good: list[tuple[int, Entry]]) -> Iterable[list[tuple[int, Entry]]]:
     count = max(1, _COPY_NBYTES // good[0][1].layout.nbytes)
     for start in range(0, len(good), count):
         yield good[start : start + count]
+
+
+def _add_parts(transfer: _Transfer, tiers: list[str]) -> None:
+    seconds = time.monotonic() - transfer.started
+    for tier, count in Counter(tiers).items():
+        before = transfer.parts.get(tier)
+        transfer.parts[tier] = Part(tier, count + (before.chunks if before else 0), seconds)
 
 
 def _pin_name(chain: Chain) -> str:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from .keys import ChunkKey
 from .policy import EvictionPolicy, Item
 
 Held = Callable[[ChunkKey], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Tenants:
+    """How much each tenant uses, without names; and what each may."""
+
+    used: tuple[int, ...]
+    quota_nbytes: int | None
 
 
 class Shares:
@@ -24,6 +33,10 @@ class Shares:
     def used(self, tenant: bytes) -> int:
         """Bytes of the tenant's records."""
         return self._used.get(tenant, 0)
+
+    def tenants(self) -> dict[bytes, int]:
+        """Bytes of each tenant's records; without those that have no salt."""
+        return {tenant: used for tenant, used in self._used.items() if tenant}
 
     def put(self, item: Item) -> None:
         """A record entered, or was stored again."""

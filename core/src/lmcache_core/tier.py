@@ -7,6 +7,7 @@ import logging
 import mmap
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +17,11 @@ from . import frame, manifest
 from .backend import Backend, Entry, GetResult, SupportsListing
 from .breaker import Breaker
 from .chain import Model
+from .costs import Costs
 from .errors import BackendError, BackendFull, CacheError, ChunkCorrupt
 from .events import Events
 from .frame import Frame
+from .history import NOT_STORED, History
 from .keys import ChunkKey
 from .layout import Layout, page_align
 from .ledger import Ledger, Written
@@ -71,6 +74,15 @@ class StoreItem:
     """Whose record it is."""
 
 
+@dataclass(slots=True)
+class _Timed:
+    """Batches that were asked for together."""
+
+    began: float
+    left: int
+    nbytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class TierStatus:
     name: str
@@ -101,6 +113,8 @@ class Tier:
         max_queued_nbytes: int,
         metrics: Metrics,
         events: Events,
+        history: History | None = None,
+        policy_name: str = "",
         probe_interval_s: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -112,11 +126,15 @@ class Tier:
         self.breaker = Breaker(probe_interval_s=probe_interval_s, clock=clock, on_change=self._health_changed)
         self.ledger = Ledger(capacity_nbytes, new_policy, tenant_quota_nbytes)
         self.known = self.ledger.known
+        self.costs = Costs()
+        """Seconds until so many bytes that were asked for together were there."""
         self.pin, self.unpin, self.used = self.ledger.pin, self.ledger.unpin, self.ledger.touch
         self._sealer = sealer
         self._keeps_manifests = backend.traits.persistent or backend.traits.shared
         self._metrics = metrics
         self._events = events
+        self._history = history or History()
+        self._policy_name = policy_name
         self._lock = threading.Lock()
         self._closed = False
         self._lister: threading.Thread | None = None
@@ -173,13 +191,16 @@ class Tier:
 
     def load(self, items: Sequence[LoadItem]) -> None:
         """Read records in the background, in order; each item is answered once."""
-        for batch in _batches(items):
+        batches = _batches(items)
+        timed = _Timed(time.monotonic(), len(batches))
+        for batch in batches:
             task = Task(
-                partial(self._run_load, batch),
+                partial(self._run_load, batch, timed),
                 partial(self._late_load, batch),
                 partial(_free, batch),
             )
             if not self._submit_load(task):
+                self._metrics.add("tier_reads", len(batch), tier=self.name, result="tier unavailable")
                 for item in batch:
                     item.done(item, None, "tier unavailable", False)
 
@@ -202,11 +223,15 @@ class Tier:
         """Ask a shared store for a prefix of `keys` in the background, then `done()`; False if it is not asked."""
 
         def run() -> Callable[[], None]:
+            began = time.monotonic()
             found = self._call("contains_prefix", lambda: self.backend.contains_prefix(keys, timeout_s=self.timeout_s))
             if isinstance(found, int):
                 self.ledger.learn_new((key, record_nbytes) for key in keys[:found])
 
+            seconds = time.monotonic() - began
+
             def complete() -> None:
+                self._metrics.observe("tier_probe_seconds", seconds, tier=self.name)
                 self._count_health("contains_prefix", keys, [found])
                 done()
 
@@ -236,8 +261,7 @@ class Tier:
 
         def run() -> Callable[[], None]:
             for key in gone:
-                if self.ledger.is_leaving(key):  # else it has been stored again
-                    self._call("remove", partial(self.backend.remove, key))
+                self._call("remove", partial(self.backend.remove, key))
             self.ledger.left(gone)
             self._drop_manifests((key.shard_id for key in gone), cleared=True)
             return lambda: None
@@ -290,7 +314,7 @@ class Tier:
         self._list()
         return True
 
-    def _run_load(self, batch: list[LoadItem]) -> Callable[[], None]:
+    def _run_load(self, batch: list[LoadItem], timed: _Timed) -> Callable[[], None]:
         started = time.monotonic()
         views = self._sealer.targets([item.record for item in batch], [item.layout for item in batch])
         keys = [item.key for item in batch]
@@ -301,14 +325,28 @@ class Tier:
 
         def complete() -> None:
             self._count_health("get", keys, results)
+            counts = Counter(reason.partition(":")[0] or "ok" for _, reason in answers)
+            nbytes = sum(frame.record_nbytes(found.encoded_nbytes) for found, _ in answers if found is not None)
+            for result, count in counts.items():
+                self._metrics.add("tier_reads", count, tier=self.name, result=result)
+            self._metrics.add("tier_read_bytes", nbytes, tier=self.name)
             self._metrics.observe("tier_read_seconds", seconds, tier=self.name)
+            self._metrics.observe("tier_read_batch_bytes", nbytes, tier=self.name)
+            if counts["ok"] == len(batch):
+                self._time(timed, nbytes)
             for item, (found, reason) in zip(batch, answers, strict=True):
-                self._metrics.add("tier_reads", tier=self.name, result=reason.partition(":")[0] or "ok")
-                if found is not None:
-                    self._metrics.add("tier_read_bytes", frame.record_nbytes(found.encoded_nbytes), tier=self.name)
                 item.done(item, found, reason, False)
 
         return complete
+
+    def _time(self, timed: _Timed, nbytes: int) -> None:
+        """One more batch is there; the last of those asked for together gives a sample of what loading takes."""
+        with self._lock:
+            timed.left -= 1
+            timed.nbytes += nbytes
+            if timed.left:
+                return
+        self.costs.sample(timed.nbytes, time.monotonic() - timed.began)
 
     def _check(self, item: LoadItem, view: memoryview, result: GetResult) -> tuple[Frame | None, str]:
         """Verify one record and bring it, decoded, into its slot; what is wrong is removed."""
@@ -360,14 +398,16 @@ class Tier:
                 self._count_health("put", keys, outcome)
             if not answers:
                 self.breaker.untried()
-            self._metrics.observe("tier_write_seconds", seconds, tier=self.name)
             stored = [item for item, reason in zip(batch, results, strict=True) if not reason]
             nbytes = sum(item.record.nbytes for item in stored)
+            self._metrics.observe("tier_write_seconds", seconds, tier=self.name)
+            self._metrics.observe("tier_write_batch_bytes", nbytes, tier=self.name)
             self._metrics.add("tier_written_bytes", nbytes, tier=self.name)
             for item, reason in zip(batch, results, strict=True):
                 self._metrics.add("tier_writes", tier=self.name, result=reason.partition(":")[0] or "ok")
                 if reason:
                     self._metrics.add("drops", tier=self.name, reason=reason.partition(":")[0])
+                    self._history.lost([item.key], self.name, f"{NOT_STORED}{reason}")
                 item.done(item, reason, False)
             if stored:
                 keys = [item.key for item in stored]
@@ -391,6 +431,8 @@ class Tier:
             )
             if too_large:
                 reasons[index] = "full: the record is larger than the tier"
+            elif self.ledger.is_leaving(item.key):  # what is written now would be deleted with what was there
+                reasons[index] = "busy: the record is being removed"
             elif item.key not in self.known:
                 wanted.append(index)
         if wanted:
@@ -434,12 +476,14 @@ class Tier:
             self._metrics.add("tier_writes", tier=self.name, result="late")
             self._metrics.add("drops", tier=self.name, reason="late")
             item.done(item, "late", True)
+        self._history.lost([item.key for item in batch], self.name, f"{NOT_STORED}late")
 
     def _make_room(self, nbytes: int, shard_id: bytes = b"", at_least: int = 0) -> bool:
         """Reserve `nbytes` of the capacity until `ledger.written`, deleting what must go; False if there is no room."""
         gone, fits = self.ledger.reserve(nbytes, shard_id, at_least)
         for key in gone:
             self._call("remove", partial(self.backend.remove, key))
+        self.ledger.left(gone)
         self._report_evicted(gone, "capacity")
         dropped = self._drop_manifests(key.shard_id for key in gone if key.shard_id != shard_id)
         return fits or (dropped and self._make_room(nbytes, shard_id))
@@ -516,16 +560,30 @@ class Tier:
             self._report_evicted([key], reason)
 
     def _remove(self, key: ChunkKey, reason: str) -> None:
-        self._forget(key, reason)
+        if self.ledger.forget(key, leaving=True):
+            self._report_evicted([key], reason)
         self._call("remove", lambda: self.backend.remove(key))
+        self.ledger.left([key])
 
     def _report_evicted(self, keys: list[ChunkKey], reason: str) -> None:
         if keys:
             self._metrics.add("evictions", len(keys), tier=self.name, reason=reason)
+            policy = self._policy_name if reason == "capacity" else ""
+            self._history.lost(keys, self.name, reason, policy)
+            self._observe_lives(keys, reason)
             self._events.emit("lmcache_chunks_evicted", tier=self.name, keys=keys, reason=reason)
+
+    def _observe_lives(self, keys: list[ChunkKey], reason: str) -> None:
+        lives = self.ledger.end_lives(keys)
+        if lives and reason == "capacity":
+            now, observe = time.monotonic(), self._metrics.observe_all
+            observe("evicted_age_seconds", [now - life.began for life in lives], tier=self.name)
+            observe("evicted_idle_seconds", [now - life.used_at for life in lives], tier=self.name)
+            observe("evicted_uses", [life.uses for life in lives], tier=self.name)
 
     def _drop(self, batch: list[StoreItem], reason: str) -> None:
         self._metrics.add("drops", len(batch), tier=self.name, reason=reason)
+        self._history.lost([item.key for item in batch], self.name, f"{NOT_STORED}{reason}")
         for item in batch:
             item.done(item, reason, False)
 

@@ -69,6 +69,8 @@ class Lookup(_Message, frozen=True):
     digests: bytes
     tokens: int
     request: str
+    token_s: float = 0.0
+    """What a restored token is worth to the engine in seconds; 0 if it does not know."""
 
 
 class Hold(_Message, frozen=True):
@@ -110,6 +112,8 @@ class Acquire(_Message, frozen=True):
     shard: int
     start: int
     digests: bytes
+    for_engine: bool = True
+    """To be copied into an engine, and counted as such; not a prefetch."""
 
 
 class Unhold(_Message, frozen=True):
@@ -153,6 +157,15 @@ class Status(_Message, frozen=True):
     call: int
 
 
+class Recall(_Message, frozen=True):
+    """What became of a request, and of the chunks `digests`; see `History.report`.  Answered by a StatusReply."""
+
+    call: int
+    request: str = ""
+    digests: bytes = b""
+    limit: int = 16
+
+
 # From the daemon.
 
 
@@ -187,6 +200,8 @@ class FoundReply(_Message, frozen=True):
     """All restorable lengths; None for every one up to `longest`."""
     pending: bool
     lease_id: int
+    refused: int = 0
+    tiers: tuple[tuple[str, int], ...] = ()
 
 
 class Answered(_Message, frozen=True):
@@ -212,9 +227,11 @@ class Arrived(_Message, frozen=True):
     positions: list[int]
     slots: list[tuple[int, int, int]]
     generations: list[int]
+    tiers: list[str] = []
+    """Where each came from; empty when all were in host memory."""
 
     def __post_init__(self) -> None:
-        _check_lengths(self.positions, self.slots, self.generations)
+        _check_lengths(self.positions, self.slots, self.generations, self.tiers or self.positions)
 
 
 class Lost(_Message, frozen=True):
@@ -259,6 +276,7 @@ ToDaemon = (
     | Pin
     | Unpin
     | Status
+    | Recall
 )
 Reply = FoundReply | Reserved | Count | StatusReply | Failed
 ToClient = Welcome | Refused | ExtentOpened | ExtentDropped | Answered | Arrived | Lost | Reply

@@ -68,12 +68,13 @@ def model() -> Any:
     return llama()
 
 
-def write_config(folder: Path, disk: bool = True) -> Path:
+def write_config(folder: Path, disk: bool = True, admission: str = "always") -> Path:
     """A host tier, and a disk tier below it unless told otherwise; files in `folder`."""
     tiers = ["{name: host, backend: memory, capacity: 4MiB}"]
     if disk:
         tiers.append(f"{{name: disk, backend: disk, capacity: 64MiB, options: {{path: {folder / 'store'}}}}}")
-    lines = [f"chunk_tokens: {CHUNK}", "device: cpu", "tiers:", *(f"  - {tier}" for tier in tiers)]
+    lines = [f"chunk_tokens: {CHUNK}", "device: cpu", f"admission: {admission}", "tiers:"]
+    lines += [f"  - {tier}" for tier in tiers]
     path = folder / "lmcache.yaml"
     path.write_text("\n".join(lines) + "\n")
     return path

@@ -55,6 +55,22 @@ def test_a_new_cache_finds_on_disk_what_an_earlier_one_stored(stored: list[Path]
     assert difference(output, model.generate(IDS, **GREEDY)) < 1e-4
 
 
+def test_a_prefix_that_is_dearer_to_load_than_to_compute_is_computed(
+    stored: list[Path], tmp_path: Path, model: Any
+) -> None:
+    config = write_config(tmp_path, admission="auto")
+    with open_prefix_cache(model, config, name="tiny", store_generated=False) as prefix:
+        for seed in range(20):  # prefills, from which the cache learns what computing takes
+            prefix.generate(prompt(4 * CHUNK + 3, seed=100 + seed), max_new_tokens=1)
+        assert isinstance(prefix.cache, LocalCache)
+        for _ in range(20):
+            prefix.cache._pool.tiers[0].costs.sample(sum(path.stat().st_size for path in stored), 1000.0)
+        output, report = prefix.generate(IDS, **GREEDY)
+        assert (report.hit_tokens, report.refused_tokens) == (0, 4 * CHUNK)
+        assert prefix.cache.metrics.count("lookups", result="refused") == 1
+        assert difference(output, model.generate(IDS, **GREEDY)) < 1e-4
+
+
 def test_a_new_process_finds_on_disk_what_an_earlier_one_stored(stored: list[Path], config: Path, model: Any) -> None:
     child = subprocess.run(
         [sys.executable, "-c", CHILD, str(config)],

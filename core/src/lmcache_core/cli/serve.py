@@ -12,6 +12,7 @@ import click
 
 from lmcache_core.config import DEFAULT_FILE, find_config, load_config
 from lmcache_core.endpoints import socket_path
+from lmcache_core.logs import JsonFormatter
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +23,14 @@ log = logging.getLogger(__name__)
 )
 @click.option("--socket", help="Where to listen.  [default: that of the configuration]")
 @click.option("--verbose", is_flag=True, help="Log connections that come and go, and more.")
-def command(path: Path | None, socket: str | None, verbose: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Log one JSON object for each line.")
+def command(path: Path | None, socket: str | None, verbose: bool, as_json: bool) -> None:
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    if as_json:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
     logging.getLogger("asyncio").setLevel(logging.INFO)
     config = load_config(path)
     log.info("pid %d, configuration: %s", os.getpid(), find_config(path, os.environ) or "defaults")

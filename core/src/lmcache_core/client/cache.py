@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..events import Events
 from ..local import CacheStatus
 from ..metrics import Metrics
 from ..pooled import PooledCache
+from ..requests import RequestReport
 from .remote import RemotePool
 
 
@@ -21,9 +23,25 @@ class RemoteCache(PooledCache):
     _pool: RemotePool
 
     def __init__(
-        self, pool: RemotePool, device: Device, *, metrics: Metrics, events: Events, device_name: str = ""
+        self,
+        pool: RemotePool,
+        device: Device,
+        *,
+        metrics: Metrics,
+        events: Events,
+        device_name: str = "",
+        admission: bool = True,
+        log_request: Callable[[RequestReport], None] | None = None,
     ) -> None:
-        super().__init__(pool, device, metrics=metrics, events=events, device_name=device_name)
+        super().__init__(
+            pool,
+            device,
+            metrics=metrics,
+            events=events,
+            device_name=device_name,
+            admission=admission,
+            log_request=log_request,
+        )
         pool.on_drop = self._unregister_later
 
     @property
@@ -53,6 +71,8 @@ def connect(
     load_timeout_s: float = 30.0,
     metrics: Metrics | None = None,
     events: Events | None = None,
+    admission: bool = True,
+    log_request: Callable[[RequestReport], None] | None = None,
 ) -> RemoteCache:
     """A cache in the daemon that serves `path`; returns when it is there, or after `connect_timeout_s` without it.
 
@@ -67,5 +87,11 @@ def connect(
     )
     pool.wait_connected(connect_timeout_s)
     return RemoteCache(
-        pool, device, metrics=metrics or Metrics(), events=events or Events(None), device_name=device_name
+        pool,
+        device,
+        metrics=metrics or Metrics(),
+        events=events or Events(None),
+        device_name=device_name,
+        admission=admission,
+        log_request=log_request,
     )

@@ -8,7 +8,7 @@ import socket
 import ssl
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -64,6 +64,13 @@ class Control:
     def status(self, timeout_s: float) -> dict[str, object]:
         """The daemon's account of itself."""
         return self._ask(wire.Status(next(self._calls)), wire.StatusReply, timeout_s).status
+
+    def recall(
+        self, request: str = "", digests: Sequence[bytes] = (), *, limit: int = 16, timeout_s: float
+    ) -> dict[str, object]:
+        """What became of a request and of chunks; see `History.report`."""
+        recall = wire.Recall(next(self._calls), request, b"".join(digests), limit)
+        return self._ask(recall, wire.StatusReply, timeout_s).status
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new stores and write what is not written; False when that was not done in time."""

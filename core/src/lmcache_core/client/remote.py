@@ -115,7 +115,9 @@ class RemotePool:
 
     # PoolPort.
 
-    def lookup(self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None) -> Found:
+    def lookup(
+        self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None, token_s: float = 0.0
+    ) -> Found:
         if not len(chain):
             return _NOTHING
         with self._lock:
@@ -125,7 +127,7 @@ class RemotePool:
 
         def question(link: Link, call: int) -> object:
             self._remember(request, link)
-            return wire.Lookup(call, link.model(chain.model), b"".join(chain.digests), chain.tokens, request)
+            return wire.Lookup(call, link.model(chain.model), b"".join(chain.digests), chain.tokens, request, token_s)
 
         reply = self._ask(question, wire.FoundReply)
         if reply is None:
@@ -135,11 +137,11 @@ class RemotePool:
         if not reply.pending:
             self._forget_callback(request)
         lengths = tuple(range(1, reply.longest + 1)) if reply.lengths is None else tuple(reply.lengths)
-        return Found(reply.resident, lengths, reply.pending, reply.lease_id)
+        return Found(reply.resident, lengths, reply.pending, reply.lease_id, reply.refused, reply.tiers)
 
-    def lookup_answered(self, chain: Chain, request: str, timeout_s: float) -> Found:
+    def lookup_answered(self, chain: Chain, request: str, timeout_s: float, token_s: float = 0.0) -> Found:
         deadline = time.monotonic() + timeout_s
-        while (found := self.lookup(chain, request)).pending:
+        while (found := self.lookup(chain, request, None, token_s)).pending:
             with self._lock:
                 left = deadline - time.monotonic()
                 if not self._changed.wait_for(lambda: request in self._answered or self._link is None, left):
@@ -222,7 +224,7 @@ class RemotePool:
         if now is not None:
             self._tell_on(now, wire.Quiet())
 
-    def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink) -> None:
+    def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink, *, for_engine: bool = True) -> None:
         keys = dict(enumerate(chain.keys(shard, span)))
         link = self._link
         if link is None or not keys:
@@ -237,7 +239,7 @@ class RemotePool:
         digests = b"".join(chain.digests[span.start : span.stop])
         try:
             number = chain.model.shards.index(shard)
-            link.tell(lambda: wire.Acquire(job, link.model(chain.model), number, span.start, digests))
+            link.tell(lambda: wire.Acquire(job, link.model(chain.model), number, span.start, digests, for_engine))
         except CacheError:
             self._lose(job, "the daemon is gone")
 
@@ -470,13 +472,16 @@ class RemotePool:
         if wanted is None:
             link.tell(wire.Unhold(message.generations))
             return
-        for position, slot, generation in zip(message.positions, message.slots, message.generations, strict=True):
+        tiers = message.tiers or ["host"] * len(message.positions)
+        for position, slot, generation, tier in zip(
+            message.positions, message.slots, message.generations, tiers, strict=True
+        ):
             key = wanted.keys.get(position)
             if key is None:
                 link.tell(wire.Unhold([generation]))
                 continue
             entry = self._entry(link, key, slot, wanted.shard, wanted.start + position, generation)
-            self._answer(message.job, position, entry, "" if entry is not None else "the daemon is gone")
+            self._answer(message.job, position, entry, tier if entry is not None else "the daemon is gone")
 
     def _answer(self, job: int, position: int, entry: Entry | None, reason: str) -> None:
         with self._lock:

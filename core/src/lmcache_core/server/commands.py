@@ -1,4 +1,4 @@
-"""What people and scripts ask of a daemon, over either of its sockets: status, drain, clear, pin, unpin."""
+"""What people and scripts ask of a daemon, over either of its sockets: status, recall, drain, clear, pin, unpin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ MAX_DRAIN_S: Final = 3600.0
 _SLICE_S: Final = 0.5
 """A drain looks this often whether the daemon ends."""
 
-Command = wire.Status | wire.Drain | wire.Clear | wire.Pin | wire.Unpin
+MAX_RECALLED: Final = 4096
+
+Command = wire.Status | wire.Recall | wire.Drain | wire.Clear | wire.Pin | wire.Unpin
 
 
 class Commands:
@@ -50,6 +52,10 @@ class Commands:
         match command:
             case wire.Status():
                 return wire.StatusReply(command.call, self._status())
+            case wire.Recall():
+                digests = wire.split_digests(command.digests)[:MAX_RECALLED]
+                limit = max(0, min(command.limit, MAX_RECALLED))
+                return wire.StatusReply(command.call, self._pool.history.report(command.request, digests, limit))
             case wire.Drain():
                 if command.refuse_new and not self.draining:
                     self.draining = True

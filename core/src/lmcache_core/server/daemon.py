@@ -24,11 +24,13 @@ from ..buffers import Extent
 from ..config import CacheConfig
 from ..endpoints import ServerConfig
 from ..errors import ConfigError
-from ..local import Prefaults, add_pool_gauges
+from ..gauges import GAUGES, add_plugin_gauge, add_pool_gauges
+from ..local import Prefaults
+from ..logs import lookup_log
 from ..metrics import Metrics
-from ..opening import open_pool
+from ..opening import open_pool, used_plugins
+from ..scrape import HttpServer
 from .commands import Command, Commands
-from .http import HttpServer
 from .quarantine import GRACE_S, Quarantine, open_peer_pidfd
 from .session import MAX_UNSENT_NBYTES, Session, peer_of
 from .starts import alone_in
@@ -56,7 +58,9 @@ class Daemon:
         self._pool.slab.on_grow = self._prefaults.start
         self._pool.slab.on_drop = self._extent_dropped
         add_pool_gauges(self.metrics, self._pool)
-        self.metrics.gauge("clients", "Connections now.", lambda: {(): float(self._clients())})
+        self._pool.leases.on_lookup = lookup_log(config.log_requests)
+        self.metrics.gauge("clients", GAUGES["clients"], lambda: {(): float(self._clients())})
+        add_plugin_gauge(self.metrics, used_plugins(config), config.plugins.disable)
         self._sessions: dict[int, Session] = {}
         self.commands = Commands(self._pool, self.status)
         self._tasks: dict[asyncio.Task[None], socket.socket] = {}
@@ -209,7 +213,7 @@ class Daemon:
         pid, uid, _ = peer_of(sock)
         pidfd = open_peer_pidfd(sock, pid)
         writer = Writer(sock, self._loop)
-        session = Session(self._next, self._pool, self._loop, writer.send, lambda: self.commands.draining)
+        session = Session(self._next, self._pool, self._loop, writer.send, lambda: self.commands.draining, self.metrics)
         self._next += 1
         frames = wire.Frames(wire.to_daemon_decoder(), wire.MAX_HELLO_NBYTES)
         hello_by = self._loop.time() + _HELLO_TIMEOUT_S

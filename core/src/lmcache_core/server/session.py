@@ -15,6 +15,7 @@ from ..chain import Chain, Model, Shard
 from ..errors import CapacityError
 from ..index import Entry
 from ..keys import SHARD_ID_NBYTES
+from ..metrics import Metrics
 from ..pool import Pool
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Session:
         loop: asyncio.AbstractEventLoop,
         send: Callable[[bytes, int | None], None],
         is_draining: Callable[[], bool],
+        metrics: Metrics | None = None,
     ) -> None:
         self.number = number
         self.client = ""
@@ -50,9 +52,10 @@ class Session:
         self._loop = loop
         self._send_bytes = send
         self._is_draining = is_draining
+        self._metrics = metrics or Metrics()
         self._models: dict[int, Model] = {}
         self._extents: set[int] = set()
-        self._arrivals: deque[tuple[int, int, Entry | None, str]] = deque()
+        self._arrivals: deque[tuple[int, bool, int, Entry | None, str]] = deque()
         self._flush_planned = False
         self._closed = False
 
@@ -74,8 +77,11 @@ class Session:
             case wire.Commit():
                 entries = self._take_reserved(message.generations)
                 self._pool.commit(entries)
+                self._metrics.add("stores", len(entries), result="ok")
+                self._metrics.add("store_bytes", sum(entry.layout.nbytes for entry in entries))
                 self.send(wire.Count(message.call, len(entries)))
             case wire.Abort():
+                self._metrics.add("stores", len(message.generations), result="failed")
                 self._pool.abort(self._take_reserved(message.generations), message.reason)
             case wire.Define():
                 self._define(message)
@@ -106,10 +112,11 @@ class Session:
             self._pool.unhold([entry] * self._counts[generation])
         self.held.clear()
         while self._arrivals:
-            _, _, arrived, _ = self._arrivals.popleft()
+            _, _, _, arrived, _ = self._arrivals.popleft()
             if arrived is not None:
                 self._pool.unhold([arrived])
         reserved, self.reserved = self.reserved, {}
+        self._metrics.add("stores", len(reserved), result="failed")
         self._pool.abort(list(reserved.values()), "the client is gone", give_slots=False)
         return reserved
 
@@ -159,10 +166,21 @@ class Session:
         def answered() -> None:
             self._loop.call_soon_threadsafe(self._answered, request)
 
-        found = self._pool.lookup(chain, self._name(request), answered)
+        found = self._pool.lookup(chain, self._name(request), answered, message.token_s)
         longest = found.restorable[-1] if found.restorable else 0
         lengths = None if len(found.restorable) == longest else list(found.restorable)
-        self.send(wire.FoundReply(message.call, found.resident, longest, lengths, found.pending, found.lease_id))
+        self.send(
+            wire.FoundReply(
+                message.call,
+                found.resident,
+                longest,
+                lengths,
+                found.pending,
+                found.lease_id,
+                found.refused,
+                found.tiers,
+            )
+        )
 
     def _answered(self, request: str) -> None:
         if not self._closed:
@@ -187,10 +205,13 @@ class Session:
             raise wire.WireError(f"a span that starts at {message.start} of {len(chain)} chunks")
         span = range(message.start, len(chain))
         if self._is_draining():
+            self._metrics.add("stores", len(span), result="failed")
             self.send(wire.Reserved(message.call, [], [], [], 0, list(range(len(span)))))
             return
         reservation = self._pool.reserve(chain, shard, span)
         entries = [entry for _, entry in reservation.new]
+        self._metrics.add("stores", reservation.skipped, result="skipped")
+        self._metrics.add("stores", len(reservation.refused), result="failed")
         self.reserved |= {entry.generation: entry for entry in entries}
         self._open_extents(entries)
         self.send(
@@ -221,21 +242,24 @@ class Session:
             raise wire.WireError(f"a span that starts at {message.start}")
         chain = Chain(model, (b"",) * message.start + digests)
         span = range(message.start, len(chain))
-        self._pool.acquire(chain, shard, span, partial(self._arrived, message.job))
+        self._pool.acquire(chain, shard, span, partial(self._arrived, message.job, message.for_engine))
 
-    def _arrived(self, job: int, position: int, entry: Entry | None, reason: str) -> None:
+    def _arrived(self, job: int, for_engine: bool, position: int, entry: Entry | None, reason: str) -> None:
         """From any thread: collect what has arrived, and tell the client in one message."""
-        self._arrivals.append((job, position, entry, reason))
+        self._arrivals.append((job, for_engine, position, entry, reason))
         if not self._flush_planned:
             self._flush_planned = True
             self._loop.call_soon_threadsafe(self._flush)
 
     def _flush(self) -> None:
         self._flush_planned = False
-        arrived: dict[int, list[tuple[int, Entry]]] = {}
+        arrived: dict[int, list[tuple[int, Entry, str]]] = {}
         lost: dict[int, list[tuple[int, str]]] = {}
+        ended: list[tuple[Entry | None, str]] = []
         while self._arrivals:
-            job, position, entry, reason = self._arrivals.popleft()
+            job, for_engine, position, entry, reason = self._arrivals.popleft()
+            if for_engine:
+                ended.append((entry, reason))
             if entry is None:
                 lost.setdefault(job, []).append((position, reason))
             elif self._closed:
@@ -243,17 +267,26 @@ class Session:
             else:
                 self.held[entry.generation] = entry
                 self._counts[entry.generation] += 1
-                arrived.setdefault(job, []).append((position, entry))
+                arrived.setdefault(job, []).append((position, entry, reason))
+        self._count_loads(ended)
         if self._closed:
             return
+        host = self._pool.name
         for job, found in arrived.items():
-            entries = [entry for _, entry in found]
+            entries = [entry for _, entry, _ in found]
             self._open_extents(entries)
-            positions = [position for position, _ in found]
+            positions = [position for position, _, _ in found]
             generations = [entry.generation for entry in entries]
-            self.send(wire.Arrived(job, positions, [_slot(entry) for entry in entries], generations))
+            tiers = [tier for _, _, tier in found] if any(tier != host for _, _, tier in found) else []
+            self.send(wire.Arrived(job, positions, [_slot(entry) for entry in entries], generations, tiers))
         for job, missing in lost.items():
             self.send(wire.Lost(job, [position for position, _ in missing], [reason for _, reason in missing]))
+
+    def _count_loads(self, ended: list[tuple[Entry | None, str]]) -> None:
+        counts = Counter("ok" if entry is not None else "late" if word == "late" else "failed" for entry, word in ended)
+        for result, count in counts.items():
+            self._metrics.add("loads", count, result=result)
+        self._metrics.add("load_bytes", sum(entry.layout.nbytes for entry, _ in ended if entry is not None))
 
     def _unhold(self, generations: list[int]) -> None:
         entries = []

@@ -62,6 +62,8 @@ class Report:
     """Tokens whose KV was restored, not computed."""
     resident_tokens: int = 0
     """Of the stored prefix, how much was in host memory at the lookup; the rest came from lower tiers."""
+    refused_tokens: int = 0
+    """Found too, and computed all the same: loading them would have taken longer."""
     nbytes: int = 0
     """Bytes restored."""
     lookup_s: float = 0.0
@@ -174,7 +176,12 @@ class PrefixCache:
             past.batch_repeat_interleave(prompt.rows)
         if options.get("attention_mask") is None:
             options["attention_mask"] = torch.ones_like(ids)
+        computing = self._clock()
         output, ttft_s = self._timed({"input_ids": ids, self._argument: past, **options}, start)
+        if ttft_s:
+            seconds = ttft_s - (computing - start)
+            hit = report.hit_tokens
+            self.cache.computed(model, prompt.ids.shape[1] - hit, seconds, context_tokens=hit)
         job = None
         try:
             job = self._save(self._longest(prompt, chain, output, past), past, chunks, request)
@@ -252,7 +259,8 @@ class PrefixCache:
         try:
             hit = self.cache.lookup_answered(chain, request, timeout_s=self.limits.lookup_timeout_s)
             looked_up = self._clock()
-            report = replace(report, lookup_s=looked_up - start)
+            refused = hit.refused * self._chunk_tokens
+            report = replace(report, lookup_s=looked_up - start, refused_tokens=refused)
             # The last token is computed again even if it is stored: its logits are what generate() needs, and with no
             # token left transformers would feed the whole prompt on top of the restored one.
             wanted = min(hit.chunks * self._chunk_tokens, chain.tokens - 1)

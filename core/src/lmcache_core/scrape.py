@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from ..endpoints import Address, parse_address
-from ..errors import ConfigError
-from ..metrics import Metrics
+from .endpoints import Address, parse_address
+from .errors import ConfigError
+from .metrics import Metrics
 
 
 class HttpServer:
@@ -23,8 +23,10 @@ class HttpServer:
         self.address = Address(str(host), port)
 
     @classmethod
-    def start(cls, address: str, metrics: Metrics, readiness: Callable[[], str]) -> HttpServer | None:
-        """Serve on "host:port", port 0 for a free one; nothing for ""."""
+    def start(
+        cls, address: str, metrics: Metrics, readiness: Callable[[], str], setting: str = "server.http"
+    ) -> HttpServer | None:
+        """Serve on "host:port", port 0 for a free one; nothing for "".  `setting` is where a person wrote it."""
         if not address:
             return None
         where = parse_address(address)
@@ -61,7 +63,7 @@ class HttpServer:
         try:
             server = Server((where.host, where.port), Handler)
         except OSError as error:
-            raise ConfigError(f"server.http: cannot listen on {address}: {error}") from error
+            raise ConfigError(f"{setting}: cannot listen on {address}: {error}") from error
         return cls(server)
 
     def close(self) -> None:

@@ -1,0 +1,145 @@
+"""What became of chunks and lookups lately, in bounded rings: for whoever asks why a request missed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
+from typing import Any, Final
+
+from .keys import SHARD_ID_NBYTES, ChunkKey, Family
+
+MAX_LOSSES: Final = 32_768
+"""Chunks, for each tier, whose last loss is remembered; some hundred bytes each."""
+MAX_LOOKUPS: Final = 4096
+
+NEVER_STORED: Final = "never stored"
+BEING_STORED: Final = "being stored"
+TIER_DOWN: Final = "tier down"
+REFUSED_BY_COST: Final = "refused by cost"
+LATE: Final = "late"
+"""Reasons of a miss beside those of the losses: `Lookup.reason`."""
+NOT_STORED: Final = "not stored: "
+"""How the reason of a loss begins when the tier never got the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why records are not in a tier.  Shared by all that one decision concerned."""
+
+    at: float
+    """Seconds since the epoch."""
+    tier: str
+    reason: str
+    """Left: "capacity", "removed", "corrupt", "lost".  Not stored: "not stored: queue full" and the like.  There, but
+    a load of it failed: "late", "fault: ...", "tier unavailable"."""
+    policy: str = ""
+    """The eviction policy that chose it, where the reason is "capacity"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """How a request was answered; lengths in chunks."""
+
+    at: float
+    request: str
+    family: Family
+    tokens: int
+    chunks: int
+    hit_chunks: int
+    hit_tokens: int
+    resident_chunks: int
+    refused_chunks: int
+    """Found, and not reported since loading them would have taken longer than computing them."""
+    result: str
+    """As the metric `lookups` has it: full, partial, miss, refused."""
+    reason: str
+    """Why there was no more; empty for a full hit.  The loss of the first chunk that is missing, or one of ours."""
+    missing: bytes
+    """Digest of the first chunk that was not reported; empty for a full hit."""
+    tiers: tuple[tuple[str, int], ...] = ()
+    """Chunks of the hit by the tier that they were in, nearest first."""
+    load_s: float = 0.0
+    recompute_s: float = 0.0
+    """What the decision by cost was about: estimated seconds for what was not in host memory, 0 where nothing was
+    measured."""
+
+
+class History:
+    """Thread-safe.  Bounded by the two limits, the oldest going first."""
+
+    def __init__(
+        self,
+        *,
+        max_losses: int = MAX_LOSSES,
+        max_lookups: int = MAX_LOOKUPS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._max_losses = max_losses
+        self._max_lookups = max_lookups
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._losses: dict[str, OrderedDict[bytes, Loss]] = {}
+        self._lookups: OrderedDict[str, Lookup] = OrderedDict()
+
+    def lost(self, keys: Iterable[ChunkKey], tier: str, reason: str, policy: str = "") -> None:
+        """Remember why the chunks of `keys` are not in `tier`."""
+        loss = Loss(self._clock(), tier, reason, policy)
+        with self._lock:
+            losses = self._losses.setdefault(tier, OrderedDict())
+            for key in keys:
+                digest = key[SHARD_ID_NBYTES:]
+                losses.pop(digest, None)
+                losses[digest] = loss
+            while len(losses) > self._max_losses:
+                losses.popitem(last=False)
+
+    def answered(self, lookup: Lookup) -> None:
+        """Remember a lookup; the latest of a request stays."""
+        with self._lock:
+            self._lookups.pop(lookup.request, None)
+            self._lookups[lookup.request] = lookup
+            if len(self._lookups) > self._max_lookups:
+                self._lookups.popitem(last=False)
+
+    def why(self, digest: bytes) -> tuple[Loss, ...]:
+        """The last loss of a chunk in each tier, newest first; empty if it never left one, or too long ago."""
+        with self._lock:
+            found = [loss for losses in self._losses.values() if (loss := losses.get(digest)) is not None]
+        return tuple(sorted(found, key=lambda loss: loss.at, reverse=True))
+
+    def lookup(self, request: str) -> Lookup | None:
+        """How `request` was answered last.  A daemon puts the connection's number before an engine's name for it."""
+        with self._lock:
+            found = self._lookups.get(request)
+            if found is None:
+                named = (one for name, one in reversed(self._lookups.items()) if name.partition("/")[2] == request)
+                found = next(named, None)
+        return found
+
+    def lookups(self, limit: int = MAX_LOOKUPS) -> list[Lookup]:
+        """The latest lookups, newest first."""
+        with self._lock:
+            return [one for one, _ in zip(reversed(self._lookups.values()), range(limit), strict=False)]
+
+    def report(self, request: str = "", digests: Sequence[bytes] = (), limit: int = 16) -> dict[str, Any]:
+        """For people, as JSON has it: the lookup of `request`, the latest ones, and the losses of `digests`.
+
+        Also those of the chunk that the request missed first.
+        """
+        found = self.lookup(request) if request else None
+        wanted = [*digests, *([found.missing] if found is not None and found.missing else [])]
+        return {
+            "lookup": plain(found) if found is not None else None,
+            "latest": [plain(one) for one in self.lookups(limit)],
+            "losses": {digest.hex(): [asdict(loss) for loss in self.why(digest)] for digest in wanted},
+        }
+
+
+def plain(lookup: Lookup) -> dict[str, Any]:
+    """A lookup as JSON has it: the family by its id."""
+    fields = {each.name: getattr(lookup, each.name) for each in dataclass_fields(lookup) if each.name != "family"}
+    return {**fields, "family_id": lookup.family.family_id.hex(), "missing": lookup.missing.hex()}
