@@ -32,7 +32,7 @@ LAYERS = (
     {"wire", "pooled", "gauges", "scrape"},
     {"local"},
     {"client"},
-    {"opening"},
+    {"opening", "audit"},
     {"server"},
     {"testing"},
     {"cli"},
