@@ -16,6 +16,7 @@ COMMANDS: Final = {
     "conform": (".conform", "Run the conformance laws on a plugin."),
     "drain": (".control:drain", "Have a daemon write what is not written, and take no new stores."),
     "du": (".store:du", "Show what a store holds, by namespace and age."),
+    "explain": (".explain", "Say where two prompts part, or why a request missed."),
     "key": (".key", "Print the keys of a prompt's chunks."),
     "new": (".new", "Begin a plugin of your own: a complete package whose tests pass."),
     "pin": (".prompts:pin", "Keep a prompt's chunks in a daemon's memory."),

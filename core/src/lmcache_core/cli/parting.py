@@ -15,6 +15,7 @@ _ANCHOR: Final = 12
 _SEEN: Final = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "\u00a0": "⍽", "\u200b": "<U+200B>", "\ufeff": "<U+FEFF>"}
 _MARKER: Final = re.compile(r"<[|/]?[A-Za-z_][\w|./-]{0,40}>|\[/?[A-Z_]{3,20}\]")
 _VARYING: Final = re.compile(r"[\d:./,TZ +-]*\d[\d:./,TZ +-]*")
+_DATE: Final = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}:\d{2}|\b(19|20)\d{2}\b")
 _RANDOM: Final = re.compile(r"[0-9a-fA-F-]{6,}")
 
 
@@ -26,6 +27,8 @@ class Change:
     b: str
     rejoined: bool
     """Both go on alike after it; otherwise `a` and `b` are merely what comes next."""
+    ends: bool = False
+    """One of them ends there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +59,35 @@ def place(text: str, offset: int) -> Place:
 
 
 def change(a: str, b: str, at: int) -> Change:
-    """What differs from `at` on, where the texts part."""
+    """What differs from `at` on, where the texts part; whole words, dates and markers where these differ."""
+    if at == min(len(a), len(b)):
+        return Change(a[at:], b[at:], True, ends=True)
+    start = _start_of_word(a, b, at)
     skip = rejoin(a[at : at + _REACH + _ANCHOR], b[at : at + _REACH + _ANCHOR])
     if skip is None:
-        return Change(a[at : at + CONTEXT], b[at : at + CONTEXT], False)
+        return Change(a[start : at + CONTEXT], b[start : at + CONTEXT], False)
     first, second = skip
-    return Change(a[at : at + first], b[at : at + second], True)
+    return Change(a[start : at + first], b[start : at + second], True)
+
+
+def _start_of_word(a: str, b: str, at: int) -> int:
+    if at >= min(len(a), len(b)) or a[at].isspace() or b[at].isspace():
+        return at
+    start = at
+    while start and at - start < CONTEXT and (a[start - 1].isalnum() or a[start - 1] in "-:._|<[/"):
+        start -= 1
+    return start
 
 
 def rejoin(a: Sequence[T], b: Sequence[T]) -> tuple[int, int] | None:
     """How much of each to skip, as little as can be, so that both go on alike; None if they do not within reach."""
-    for total in range(1, 2 * _REACH):
-        for first in range(max(0, total - _REACH), min(total, _REACH) + 1):
+    for total in range(1, min(2 * _REACH, len(a) + len(b)) + 1):
+        for first in range(max(0, total - len(b)), min(total, len(a)) + 1):
             second = total - first
-            if first > len(a) or second > len(b):
-                continue
             rest_a, rest_b = a[first : first + _ANCHOR], b[second : second + _ANCHOR]
-            ended = first == len(a) and second == len(b)
-            if rest_a == rest_b and (ended or len(rest_a) == _ANCHOR or first + len(rest_a) == len(a)):
-                if len(rest_a) or ended:
-                    return first, second
+            ends = max(len(a), len(b)) <= _REACH and (rest_a or total <= CONTEXT or not first or not second)
+            if rest_a == rest_b and (len(rest_a) == _ANCHOR or ends):
+                return first, second
     return None
 
 
@@ -97,6 +109,9 @@ def describe(found: Change) -> str:
         what = f"A has {_quoted(found.a)} where B has {_quoted(found.b)}"
     else:
         name, more = ("A", found.a) if found.a else ("B", found.b)
+        if found.ends:
+            other = "AB".replace(name, "")
+            return f"{other} is the beginning of {name}, which goes on for {_count(more)}: {_quoted(more)}"
         what = f"{name} has {_count(more)} more: {_quoted(more)}"
     hint = _hint(found)
     return f"{what}; {hint}" if hint else what
@@ -106,9 +121,10 @@ def _hint(found: Change) -> str:
     both = found.a + found.b
     if not both.strip():
         return "only white space differs: one of them was trimmed, or another template was used"
-    if _MARKER.search(both):
+    if any(_MARKER.search(f"{part}>") for part in (found.a, found.b)):
         return "a template marker differs: another chat template, or another place for it"
-    if found.a and found.b and _VARYING.fullmatch(found.a) and _VARYING.fullmatch(found.b):
+    varying = found.a and found.b and _VARYING.fullmatch(found.a) and _VARYING.fullmatch(found.b)
+    if varying or _DATE.search(found.a) or _DATE.search(found.b):
         return "it looks like a date, time or counter: what changes from request to request belongs after what does not"
     if found.a and found.b and _RANDOM.fullmatch(found.a) and _RANDOM.fullmatch(found.b):
         return "it looks like a random id: what changes from request to request belongs after what does not"

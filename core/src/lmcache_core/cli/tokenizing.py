@@ -36,22 +36,21 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def _of_file(name: str, file: Path) -> Tokenizer:
     made: Any = _package("tokenizers", name).Tokenizer.from_file(str(file))
-    return Tokenizer(
-        name, lambda text: list(made.encode(text).ids), lambda ids: str(made.decode(list(ids), skip_special_tokens=False))
-    )
+    return Tokenizer(name, lambda text: list(made.encode(text).ids), lambda ids: _decoded(made, ids))
 
 
 def _of_transformers(name: str) -> Tokenizer:
     made: Any = _package("transformers", name).AutoTokenizer.from_pretrained(name)
-    return Tokenizer(
-        name, lambda text: list(made.encode(text)), lambda ids: str(made.decode(list(ids), skip_special_tokens=False))
-    )
+    return Tokenizer(name, lambda text: list(made.encode(text)), lambda ids: _decoded(made, ids))
+
+
+def _decoded(made: Any, ids: Sequence[int]) -> str:
+    return str(made.decode(list(ids), skip_special_tokens=False))
 
 
 def _package(package: str, name: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ConfigError(
-            f"--tokenizer {name}: the package {package} is not installed; pip install {package}, or give files of token ids"
-        ) from error
+        help_ = f"pip install {package}, or give files of token ids"
+        raise ConfigError(f"--tokenizer {name}: the package {package} is not installed; {help_}") from error
