@@ -16,7 +16,7 @@ CORE = ROOT / "core" / "src" / "lmcache_core"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 
 LAYERS = (
-    {"errors", "unhandled", "forks"},
+    {"errors", "unhandled", "forks", "diagnosis"},
     {"keys", "layout", "buffers"},
     {"frame", "backend", "device", "codec", "policy", "chain", "groups", "cache", "hookspecs"},
     {"backends", "devices", "policies", "hooks_log"},

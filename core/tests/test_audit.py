@@ -325,7 +325,7 @@ def test_a_record_that_is_sound_when_read_again_stays() -> None:
 
 def test_memory_is_bounded_however_many_records_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    monkeypatch.setattr(audit, "_buffer", _remembering(audit._buffer, sizes))
+    monkeypatch.setattr(audit, "aligned_buffer", _remembering(audit.aligned_buffer, sizes))
     monkeypatch.setattr(audit, "_BATCH_NBYTES", 4 * RECORD)
     batches: list[int] = []
 

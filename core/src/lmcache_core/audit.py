@@ -133,7 +133,7 @@ def read_manifest(backend: Backend[Any], entry: Entry) -> Manifest | None:
     """A manifest that is whole, or None: `check` says what is wrong with one that is not."""
     if entry.nbytes > manifest.MAX_NBYTES:
         return None
-    staged = _buffer(entry.nbytes, backend)
+    staged = aligned_buffer(entry.nbytes, backend)
     try:
         nbytes = backend.get(entry.key, staged)
         return None if nbytes is None else manifest.parse(staged, nbytes, entry.key)
@@ -187,7 +187,7 @@ def remove(backend: Backend[Any], finding: Finding, known: Survey, *, timeout_s:
     entry = Entry(finding.key, finding.nbytes, 0.0)
     nbytes = _room(entry, known.layout_of(finding.key.shard_id))
     if nbytes <= MAX_RECORD_NBYTES:
-        view = _buffer(nbytes, backend)
+        view = aligned_buffer(nbytes, backend)
         (result,) = _read(backend, [finding.key], [view], timeout_s)
         if result is None:
             return "gone"
@@ -331,12 +331,12 @@ class _Memory:
         step = max(PAGE_NBYTES, self._backend.traits.alignment)
         aligned = [-(-size // step) * step for size in sizes]
         if self._view.nbytes < sum(aligned):
-            self._view = _buffer(sum(aligned), self._backend)
+            self._view = aligned_buffer(sum(aligned), self._backend)
         starts = [sum(aligned[:index]) for index in range(len(aligned))]
         return [self._view[start : start + size] for start, size in zip(starts, aligned, strict=True)]
 
 
-def _buffer(nbytes: int, backend: Backend[Any]) -> memoryview:
+def aligned_buffer(nbytes: int, backend: Backend[Any]) -> memoryview:
     """Fresh memory, aligned as the backend wants it."""
     step = max(PAGE_NBYTES, backend.traits.alignment)
     size = max(step, -(-nbytes // step) * step)
