@@ -27,6 +27,7 @@ COMMANDS: Final = {
     "repair": (".store:repair", "Remove from a store what is broken, and only that."),
     "serve": (".serve", "Run the daemon: one cache for every engine on this node."),
     "status": (".status", "Show how a daemon is."),
+    "top": (".top", "Watch a daemon: requests, hits, tiers, the latest misses."),
     "unpin": (".prompts:unpin", "End what `lmc pin` keeps."),
     "verify": (".store:verify", "Read every record of a store, and say which are broken."),
 }
