@@ -21,7 +21,7 @@ LAYERS = (
     {"frame", "backend", "device", "codec", "policy", "chain", "groups", "cache", "hookspecs"},
     {"backends", "devices", "policies", "hooks_log"},
     {"units", "spelling", "nodes", "options"},
-    {"endpoints"},
+    {"endpoints", "trace"},
     {"plugins", "config"},
     {"index", "transfer", "breaker", "costs", "events", "history", "metrics", "shares", "manifest"},
     {"sealing", "ledger"},

@@ -27,6 +27,7 @@ from .options import (
     written,
 )
 from .spelling import did_you_mean
+from .trace import TraceConfig
 from .units import format_nbytes, format_seconds
 
 MEMORY: Final = "memory"
@@ -109,6 +110,7 @@ class CacheConfig:
     tiers: tuple[TierConfig, ...] = field(default_factory=_default_tiers)
     plugins: PluginsConfig = PluginsConfig()
     server: ServerConfig = field(default_factory=ServerConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     origins: Origins = field(default_factory=dict, repr=False, compare=False, metadata=NOT_CONFIGURED)
     """Where each value came from, by key path; what is missing has its default."""
 
@@ -147,6 +149,7 @@ class CacheConfig:
 _SECTIONS: Final[dict[tuple[type, str], type]] = {
     (CacheConfig, "plugins"): PluginsConfig,
     (CacheConfig, "server"): ServerConfig,
+    (CacheConfig, "trace"): TraceConfig,
     (ServerConfig, "tcp"): TcpConfig,
 }
 

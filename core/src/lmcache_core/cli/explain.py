@@ -30,6 +30,7 @@ _IDS: Final = re.compile(r"\s*\[?[\d\s,]*\]?\s*")
 @click.option("--chunk-tokens", type=click.IntRange(1, 1 << 20), help="[default: that of the configuration]")
 @click.option("--text", is_flag=True, help="A and B are text, also where they hold nothing but numbers.")
 @click.option("--request", help="A request that a daemon answered lately, by the engine's name for it.")
+@click.option("--trace", type=click.Path(path_type=Path), help="A and B are requests in this file of `trace:`.")
 @click.option("--latest", is_flag=True, help="The requests that a daemon answered lately.")
 @click.option("--config", type=click.Path(path_type=Path), help=f"Default: $LMCACHE_CONFIG, else {DEFAULT_FILE}.")
 @click.option("--tier", help="Look only into this tier of the configuration for what is stored of A and B.")
@@ -46,6 +47,7 @@ def command(
     chunk_tokens: int | None,
     text: bool,
     request: str | None,
+    trace: Path | None,
     latest: bool,
     config: Path | None,
     tier: str | None,
@@ -65,8 +67,15 @@ def command(
         raise click.UsageError("give two prompts (or one, to see what is stored of it), --request, or --latest")
     found = load_config(config)
     with_tokenizer = load_tokenizer(tokenizer) if tokenizer else None
-    read = [read_prompt(path, with_tokenizer, text) for path in prompts]
     size = chunk_tokens or found.chunk_tokens
+    told: list[str] = []
+    if trace is not None:
+        from .explain_trace import traced
+
+        read, told, traced_size = traced(trace, [str(name) for name in prompts], with_tokenizer)
+        size = chunk_tokens or traced_size
+    else:
+        read = [read_prompt(path, with_tokenizer, text) for path in prompts]
     compared = compare(read[0], read[1], size, with_tokenizer) if len(read) == 2 else None
     stored = None
     if pairs or backend is not None or tier is not None or find_config(config, os.environ) is not None:
@@ -77,11 +86,14 @@ def command(
         sides = [{"name": p.name, "tokens": None if p.ids is None else len(p.ids)} for p in read]
         object_: dict[str, Any] = {"prompts": sides, "chunk_tokens": size}
         object_["difference"] = compared.as_json() if compared is not None else None
+        object_["trace"] = told
         object_["stored"] = stored.as_json() if stored is not None else None
         click.echo(json.dumps(object_, indent=1))
         return
     for label, prompt in zip("AB", read, strict=False):
         click.echo(prompt.line(label, size))
+    for line in told:
+        click.echo(line)
     for line in compared.lines() if compared is not None else ():
         click.echo(line)
     for line in stored.lines() if stored is not None else ():

@@ -59,7 +59,7 @@ class Stored:
             models.setdefault(_base(family["model"]), {})[family["family_id"]] = family
         for families in models.values():
             values = {
-                field: list(dict.fromkeys(_value(family, field) for family in families.values()))
+                field: list(dict.fromkeys(value_of(family, field) for family in families.values()))
                 for field in ("model", *FIELDS)
             }
             differing = {field: found for field, found in values.items() if len(found) > 1}
@@ -73,12 +73,12 @@ class Stored:
             yield "nothing is stored there"
             return
         prompts = len(self.namespaces[0].chunks)
-        told = [f for f in FIELDS if any(_value(n.family, f) != "-" for n in self.namespaces)]
+        told = [f for f in FIELDS if any(value_of(n.family, f) != "-" for n in self.namespaces)]
         heads = ("tenant" if f == "salt_id" else f for f in told)
         rows = [("STORE", "MODEL", *(h.upper() for h in heads), *(f"{label}: STORED" for label in "AB"[:prompts]))]
         for n in self.namespaces:
             counts = (f"{have} of {of} chunks" for have, of in zip(n.chunks, n.of, strict=True))
-            rows.append((n.store, _value(n.family, "model"), *(_value(n.family, f) for f in told), *counts))
+            rows.append((n.store, value_of(n.family, "model"), *(value_of(n.family, f) for f in told), *counts))
         yield from table([[cell[:40] for cell in row] for row in rows])
         for model, fields in self.differences():
             differ = "; ".join(f"{field}: {' | '.join(values)}" for field, values in fields.items())
@@ -146,7 +146,7 @@ def _base(model: object) -> str:
     return str(model).rstrip("/").rpartition("/")[2].casefold()
 
 
-def _value(family: dict[str, Any], field: str) -> str:
+def value_of(family: dict[str, Any], field: str) -> str:
     value = family.get(field)
     if field == "tags":
         value = ", ".join("=".join(map(str, pair)) for pair in value or ())
