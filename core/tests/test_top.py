@@ -172,6 +172,14 @@ def test_samples_are_told_apart_by_their_labels() -> None:
     samples = parse("\n".join(["# TYPE lmcache_drops counter", *lines, ""]))
     assert samples["lmcache_drops_total", frozenset({("tier", "a"), ("reason", "x")})] == 2.0
     assert len(samples) == 2
+    tier = {"backend": "x", "breaker": "closed", "reason": "", "records": 0, "used_nbytes": 0, "capacity_nbytes": None,
+            "queued_loads": 0, "queued_stores": 0}  # fmt: skip
+    status = {
+        "boot_id": "x", "uptime_s": 1.0, "name": "host", "records": 0, "used_nbytes": 0, "capacity_nbytes": 1,
+        "tiers": [tier | {"name": "a"}, tier | {"name": "b"}],
+    }  # fmt: skip
+    found = figures(Snapshot(1.0, status, samples, []))
+    assert [each.drops for each in found.tiers] == [{}, {"x": 2.0}, {"x": 3.0}]
 
 
 def test_the_fill_and_the_saving_are_drawn() -> None:

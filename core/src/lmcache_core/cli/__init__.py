@@ -14,7 +14,7 @@ COMMANDS: Final = {
     "clear": (".control:clear", "Remove one namespace, or everything, from a daemon."),
     "config": (".config", "Check, show, begin or migrate a configuration file."),
     "conform": (".conform", "Run the conformance laws on a plugin."),
-    "doctor": (".doctor", "Look at machine, plugins, configuration and stores, and say what to mend."),
+    "doctor": (".doctor", "Look at the whole setup, and say what to mend."),
     "drain": (".control:drain", "Have a daemon write what is not written, and take no new stores."),
     "du": (".store:du", "Show what a store holds, by namespace and age."),
     "explain": (".explain", "Say where two prompts part, or why a request missed."),

@@ -28,7 +28,7 @@ class Section:
     lines: list[Diagnosis]
 
 
-@click.command("doctor", help="Look at machine, plugins, configuration and stores, and say what to mend.")
+@click.command("doctor", help="Look at the whole setup, and say what to mend.")
 @click.option(
     "--config", "path", type=click.Path(path_type=Path), help=f"Default: $LMCACHE_CONFIG, else {DEFAULT_FILE}."
 )
