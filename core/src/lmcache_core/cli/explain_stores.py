@@ -70,7 +70,8 @@ class Stored:
         yield ""
         yield from (f"not looked into: {clean(problem)}" for problem in self.problems)
         if not self.namespaces:
-            yield "nothing is stored there"
+            if not self.problems:
+                yield "nothing is stored there"
             return
         prompts = len(self.namespaces[0].chunks)
         told = [f for f in FIELDS if any(value_of(n.family, f) != "-" for n in self.namespaces)]
@@ -103,7 +104,11 @@ def stored_of(
     for store in stores:
         try:
             with store.open() as opened:
-                found += _namespaces(store.name, opened, prompts)
+                survey = audit.survey(opened, now=time.time())
+                found += _namespaces(store.name, opened, survey, prompts)
+            unnamed = sum(use.records for use in survey.shards.values() if use.manifest is None)
+            if unnamed:
+                problems.append(f"{store.name}: {unnamed:,} records without a manifest that says whose they are")
         except CacheError as error:
             if named:
                 raise
@@ -111,8 +116,9 @@ def stored_of(
     return Stored(found, problems)
 
 
-def _namespaces(store: str, backend: Backend[Any], prompts: Sequence[Prompt]) -> Iterator[Namespace]:
-    survey = audit.survey(backend, now=time.time())
+def _namespaces(
+    store: str, backend: Backend[Any], survey: audit.Survey, prompts: Sequence[Prompt]
+) -> Iterator[Namespace]:
     families: dict[bytes, list[audit.ShardUse]] = {}
     for use in survey.shards.values():
         if use.manifest is not None:
