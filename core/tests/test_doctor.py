@@ -379,6 +379,12 @@ def test_a_file_that_others_may_write_to_is_told_of() -> None:
     assert doctor(path)[0] == 1
 
 
+def test_a_trace_that_is_on_is_told_of(tmp_path: Path) -> None:
+    _, found = doctor(config(trace={"path": str(tmp_path / "trace")}))
+    assert any(line["level"] == "note" and "prompts of every request" in line["text"] for line in found["security"])
+    assert not (tmp_path / "trace").exists()
+
+
 def test_a_socket_that_everybody_may_open_is_told_of(tmp_path: Path) -> None:
     socket = tmp_path / "run" / "s"
     assert "lets every user knock" in said(config(server={"socket": str(socket), "socket_mode": "0666"}))[0]

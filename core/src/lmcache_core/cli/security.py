@@ -29,6 +29,9 @@ def security(config: CacheConfig | None, path: Path | None) -> Iterator[Diagnosi
     said = list(_of_file(found)) if found is not None else []
     if config is not None:
         said += _of_socket(config)
+        if config.trace.path:
+            text = f"trace: the prompts of every request are written to {config.trace.path}"
+            said.append(Diagnosis("note", text, "leave it out when you have seen what you wanted, and remove the file"))
         for tier in config.tiers:
             said += _of_options(tier.options.table, f"tiers.{tier.name}.options")
     if os.getuid() == 0:
