@@ -11,7 +11,7 @@ import daemons
 import numpy as np
 import pytest
 import tiny
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from serve import lmc
 from tiny import CHUNK, RECORD, model, open_local, store
@@ -97,6 +97,7 @@ def test_a_counter_and_an_id_are_told_apart_from_prose() -> None:
         assert (hint is None and ";" not in said) or (hint is not None and hint in said), said
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=60), st.lists(st.integers(0, 3), max_size=60))
 def test_the_common_length_is_the_longest(a: list[int], b: list[int]) -> None:
     found = parting.common(a, b)
@@ -104,6 +105,7 @@ def test_the_common_length_is_the_longest(a: list[int], b: list[int]) -> None:
     assert found == min(len(a), len(b)) or a[found] != b[found]
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60), st.text(max_size=60), st.text(max_size=60))
 def test_a_change_accounts_for_what_both_have(head: str, old: str, new: str) -> None:
     a, b = head + old, head + new
@@ -117,6 +119,7 @@ def test_a_change_accounts_for_what_both_have(head: str, old: str, new: str) -> 
         assert rest[0][:12] == rest[1][:12]
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_nothing_that_is_shown_commands_a_terminal(text: str) -> None:
     assert parting.visible(text).isprintable()
