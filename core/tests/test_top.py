@@ -182,6 +182,32 @@ def test_samples_are_told_apart_by_their_labels() -> None:
     assert [each.drops for each in found.tiers] == [{}, {"x": 2.0}, {"x": 3.0}]
 
 
+def test_eighty_columns_are_enough_for_every_figure() -> None:
+    tier = {"name": "pool", "backend": "redis", "breaker": "open", "reason": "connection refused", "records": 12_345,
+            "used_nbytes": 1 << 36, "capacity_nbytes": 1 << 37, "queued_loads": 10, "queued_stores": 99}  # fmt: skip
+    status = {
+        "boot_id": "x", "problem": "", "pid": 1, "uptime_s": 9.0, "clients": 1, "leases": 0, "records_in_use": 0,
+        "name": "host", "records": 3, "used_nbytes": 1 << 33, "capacity_nbytes": 1 << 34, "tiers": [tier],
+    }  # fmt: skip
+    samples = {
+        ("lmcache_tier_read_bytes_total", frozenset({("tier", "pool")})): 3.1e9,
+        ("lmcache_tier_read_seconds_sum", frozenset({("tier", "pool")})): 3.0,
+        ("lmcache_tier_read_seconds_count", frozenset({("tier", "pool")})): 24.0,
+        ("lmcache_drops_total", frozenset({("tier", "pool"), ("reason", "tier unavailable")})): 77.0,
+    }
+    one = {"request": "3/" + "r" * 90, "at": time.time(), "result": "partial", "hit_chunks": 13, "chunks": 20}
+    latest = [one | {"tokens": 5123, "reason": "not stored: queue full, and more"}]
+    now = Snapshot(10.0, status, samples, latest)
+    out = io.StringIO()
+    Console(file=out, width=80).print(top.view(now, figures(now, Snapshot(8.0, status, {}, []))))
+    text = out.getvalue()
+    for figure in ("1.4 GiB/s", "125.0", "64.0 GiB", "10/99", "50 %", "77 tier unavailable", "connection refused"):
+        assert figure in text
+    for figure in ("partial", "13 of 20", "5,123"):
+        assert figure in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_the_fill_and_the_saving_are_drawn() -> None:
     status = {
         "boot_id": "x", "problem": "", "pid": 1, "uptime_s": 100.0, "clients": 1, "leases": 0, "records_in_use": 0,
@@ -207,7 +233,7 @@ def test_the_fill_and_the_saving_are_drawn() -> None:
     out = io.StringIO()
     Console(file=out, width=160).print(top.view(now, figures(now)))
     text = out.getvalue()
-    assert "██████░░░░░░ 50 %" in text
+    assert "███░░░ 50 %" in text
     assert "12.5 s of prefill saved (estimated)" in text
     assert "4 lookups since the start (0.0/s): 4 refused" in text
     assert "0 of 2" in text

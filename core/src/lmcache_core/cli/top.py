@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _RESULTS: Final = ("full", "partial", "miss", "refused")
-_BAR: Final = 12
+_VIEW_HEADS: Final = ("TIER", "FILL", "USED", "READ", "MS", "WRITTEN", "MS", "QUEUE")
+_BAR: Final = 6
 Rows = list[tuple[str, ...]]
 
 
@@ -193,26 +194,50 @@ def watch(target: Target, interval_s: float, console: Console, pause: Callable[[
 
 
 def view(now: Snapshot, found: Figures) -> RenderableType:
-    """The view for a terminal."""
+    """The view for a terminal of 80 columns or more; the names of requests and the reasons give way first."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    def drawn(rows: Rows) -> Table:
-        made = Table(box=None, pad_edge=False, header_style="bold dim")
-        for head in rows[0]:
-            made.add_column(head.capitalize(), no_wrap=True, overflow="ellipsis")
+    def drawn(rows: Rows, *giving: str) -> Table:
+        made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold dim")
+        for head, *cells in zip(*rows, strict=True):
+            width = None if head in giving else max(map(len, (head, *cells)))
+            made.add_column(head, no_wrap=True, overflow="ellipsis", min_width=width)
         for row in rows[1:]:
             made.add_row(*(Text(cell, style=_style(cell)) for cell in row))
         return made
 
     state = Text(heading(now.status), style="bold red" if now.status["problem"] else "bold green")
-    fills = [Text(f"{tier.name:<12} {_bar(tier)}") for tier in found.tiers if tier.capacity_nbytes]
-    body: list[RenderableType] = [state, *(Text(line) for line in requests(found)), Text(""), drawn(tier_rows(found))]
-    body += [Text(""), *fills] if fills else []
+    body: list[RenderableType] = [state, *(Text(line) for line in requests(found)), Text("")]
+    body.append(drawn([_VIEW_HEADS, *(_view_row(tier, found) for tier in found.tiers)], "TIER"))
+    body += [Text(line, style="yellow") for tier in found.tiers for line in _remarks(tier)]
     if now.latest:
-        body += [Text(""), drawn(latest_rows(now, time.time()))]
+        body += [Text(""), drawn(latest_rows(now, time.time()), "REQUEST", "WHY NOT MORE")]
     return Group(*body)
+
+
+def _view_row(tier: TierFigures, found: Figures) -> tuple[str, ...]:
+    below = tier.backend != "memory"
+    return (
+        tier.name,
+        _bar(tier),
+        size(tier.used_nbytes),
+        _rate(tier.read_nbytes, found) if below else "",
+        _ms(tier.read_s) if below else "",
+        _rate(tier.written_nbytes, found) if below else "",
+        _ms(tier.write_s) if below else "",
+        tier.queued,
+    )
+
+
+def _remarks(tier: TierFigures) -> Iterator[str]:
+    """What is not in a column: trouble, and records that went or were never written."""
+    if tier.state != "ready":
+        yield f"{tier.name}: {clean(tier.state)}"
+    for what, counts in (("left", tier.evictions), ("dropped", tier.drops)):
+        if counts:
+            yield f"{tier.name}: {what} {_counts(counts)}"
 
 
 def _style(cell: str) -> str:
@@ -224,7 +249,8 @@ def _style(cell: str) -> str:
 
 
 def _bar(tier: TierFigures) -> str:
-    assert tier.capacity_nbytes is not None
+    if not tier.capacity_nbytes:
+        return "-"
     share = min(1.0, tier.used_nbytes / tier.capacity_nbytes)
     full = round(share * _BAR)
     return f"{'█' * full}{'░' * (_BAR - full)} {100 * share:.0f} %"
