@@ -25,6 +25,7 @@ from lmcache_core.plugins import BACKENDS, DEVICES
 from lmcache_core.testing.dict_backend import DictBackend, DictStore
 
 PLUGINS = """
+import logging
 from lmcache_core import BackendUnavailable, Diagnosis, Probe
 from lmcache_core.devices.cpu import CpuDevice
 from lmcache_core.testing.dict_backend import DictBackend
@@ -47,6 +48,12 @@ class Down(DictBackend):
     api_version = (1, 0)
     def contains(self, key):
         raise BackendUnavailable("refused")
+
+class Warning(DictBackend):
+    api_version = (1, 0)
+    def __init__(self, *args):
+        super().__init__(*args)
+        logging.getLogger("acme").warning("the server evicts %s", "nothing")
 
 class Buggy(DictBackend):
     api_version = (1, 0)
@@ -86,7 +93,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.5\n")
     backends = "".join(
-        f"{name.lower()} = acme_plugin:{name}\n" for name in ("Quiet", "Saying", "Raising", "Down", "Buggy")
+        f"{name.lower()} = acme_plugin:{name}\n" for name in ("Quiet", "Saying", "Raising", "Down", "Warning", "Buggy")
     )
     gpus = "acme-gpu = acme_plugin:Absent\nacme-two = acme_plugin:Present\n"
     (info / "entry_points.txt").write_text(f"[{BACKENDS}]\n{backends}\n[{DEVICES}]\n{gpus}")
@@ -178,6 +185,12 @@ def test_what_plugins_say_of_themselves_is_shown_with_its_remedy(plugin: str) ->
     text = lmc("doctor", "--config", "c.yaml").stdout
     assert "warning  saying: no password is set" in text
     assert "-> set requirepass" in text
+
+
+def test_what_a_backend_logs_as_a_warning_is_a_finding(plugin: str) -> None:
+    result = lmc("doctor", "--config", config({"backend": "warning"}))
+    assert "  warning  warning: the server evicts nothing" in result.stdout
+    assert result.output.count("the server evicts nothing") == 1
 
 
 def test_every_device_has_a_line_and_an_absent_one_its_reason(plugin: str) -> None:

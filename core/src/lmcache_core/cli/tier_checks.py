@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from lmcache_core import __version__, frame
 from lmcache_core.audit import aligned_buffer
@@ -28,6 +29,7 @@ from .display import size
 
 RECORDS: Final = 4
 PAYLOAD_NBYTES: Final = 1 << 20
+_MAX_HEARD: Final = 20
 _SLOW: Final = 0.5
 """Of a tier's timeout: an operation that takes more of it will often be late."""
 
@@ -142,6 +144,31 @@ def _within(tier: TierConfig, config: CacheConfig, write: bool) -> list[Diagnosi
 
 
 def _check(tier: TierConfig, config: CacheConfig, write: bool) -> list[Diagnosis]:
+    with _Heard() as heard:
+        found = _asked(tier, config, write)
+    return found + [Diagnosis("warning", f"{tier.name}: {text}") for text in heard.texts]
+
+
+class _Heard(logging.Handler):
+    """The warnings that a backend logs meanwhile: findings, not lines in between."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(self.texts) < _MAX_HEARD:
+            self.texts.append(record.getMessage())
+
+    def __enter__(self) -> Self:
+        logging.getLogger().addHandler(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        logging.getLogger().removeHandler(self)
+
+
+def _asked(tier: TierConfig, config: CacheConfig, write: bool) -> list[Diagnosis]:
     found: list[Diagnosis] = []
     name = tier.name
     try:
