@@ -88,17 +88,20 @@ def probe(backend: Backend[Any], *, timeout_s: float) -> Speed:
     keys = [ChunkKey(os.urandom(KEY_NBYTES)) for _ in range(RECORDS)]
     records = [_record(key, payload, backend) for key in keys]
     into = [aligned_buffer(record.nbytes, backend)[: record.nbytes] for record in records]
-    began = time.perf_counter()
-    if backend.contains(keys[0]):
+    if backend.contains(keys[0]):  # not timed: it connects first
         raise CacheError("it says that it has a record which was never stored")
+    began = time.perf_counter()
+    backend.contains(keys[1])
     ask_s = time.perf_counter() - began
     try:
         began = time.perf_counter()
         _raise(backend.put_many(keys, records, timeout_s=timeout_s))
         write_s = time.perf_counter() - began
-        began = time.perf_counter()
-        lengths = backend.get_many(keys, into, timeout_s=timeout_s)
-        read_s = time.perf_counter() - began
+        read_s = float("inf")
+        for _ in range(2):  # the first time, more connections are opened
+            began = time.perf_counter()
+            lengths = backend.get_many(keys, into, timeout_s=timeout_s)
+            read_s = min(read_s, time.perf_counter() - began)
         _raise(lengths)
         for length, got, record in zip(lengths, into, records, strict=True):
             if length is None:
