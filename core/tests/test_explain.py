@@ -248,6 +248,7 @@ def test_a_miss_after_an_eviction_names_tier_policy_and_time(tmp_path: Path) -> 
         code, text = ask(socket, "--request", "first")
         assert code == 0
         assert "a full hit, 6 of 6 chunks" in text
+        assert "found in host: 6 chunks" in text
         code, text = ask(socket, "--request", "second")
         assert code == 0
         assert "of 6 chunks" in text
