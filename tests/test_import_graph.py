@@ -22,7 +22,7 @@ LAYERS = (
     {"backends", "devices", "policies", "hooks_log"},
     {"units", "spelling", "nodes", "options"},
     {"endpoints", "trace"},
-    {"plugins", "config"},
+    {"plugins", "config", "settings"},
     {"index", "transfer", "breaker", "costs", "events", "history", "metrics", "shares", "manifest"},
     {"sealing", "ledger"},
     {"tier"},

@@ -18,16 +18,15 @@ from lmcache_core import nodes
 from lmcache_core.config import (
     CacheConfig,
     PluginsConfig,
-    Setting,
     TierConfig,
     find_config,
     load_config,
     parse_config,
-    settings,
 )
 from lmcache_core.endpoints import Address, ServerConfig, TcpConfig, default_socket, parse_address
 from lmcache_core.errors import ConfigError, PluginIncompatible
 from lmcache_core.options import RawOptions, option_fields
+from lmcache_core.settings import Setting, settings
 from lmcache_core.trace import TraceConfig
 
 DESIGNED = """\

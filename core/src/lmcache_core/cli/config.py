@@ -22,16 +22,15 @@ from lmcache_core.config import (
     MEMORY,
     CacheConfig,
     PluginsConfig,
-    Setting,
     TierConfig,
     find_config,
     load_config,
     parse_config,
-    settings,
 )
 from lmcache_core.errors import CacheError, PluginError
 from lmcache_core.nodes import MAX_TEXT_NBYTES
 from lmcache_core.options import Origins
+from lmcache_core.settings import Setting, settings
 
 from . import incumbent, schema
 
