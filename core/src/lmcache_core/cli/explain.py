@@ -111,7 +111,7 @@ class Prompt:
     def line(self, label: str, chunk_tokens: int) -> str:
         if self.ids is None:
             return f"{label}  {self.name}: {len(self.text or ''):,} characters"
-        return f"{label}  {self.name}: {len(self.ids):,} tokens, {len(self.ids) // chunk_tokens:,} whole chunks"
+        return f"{label}  {self.name}: {len(self.ids):,} tokens, {_chunks(len(self.ids) // chunk_tokens)}"
 
 
 def read_prompt(path: Path, tokenizer: Tokenizer | None, is_text: bool) -> Prompt:
@@ -188,7 +188,7 @@ class Difference:
             return
         if self.common_tokens is not None and self.common_chunks is not None:
             yield (
-                f"the first {self.common_tokens:,} tokens are the same, {self.common_chunks:,} whole chunks of "
+                f"the first {self.common_tokens:,} tokens are the same, {_chunks(self.common_chunks)} of "
                 f"{self.chunk_tokens}; {self._lost()}"
             )
             ends = [f"A {self.token_a or 'ends'}", f"B {self.token_b or 'ends'}"]
@@ -242,6 +242,10 @@ def compare(a: Prompt, b: Prompt, chunk_tokens: int, tokenizer: Tokenizer | None
         rest_b,
         what,
     )
+
+
+def _chunks(count: int) -> str:
+    return f"{count:,} whole chunk{'' if count == 1 else 's'}"
 
 
 def _token(ids: list[int], at: int, tokenizer: Tokenizer | None) -> str:
