@@ -64,9 +64,8 @@ def lines(found: dict[str, Any], request: str | None, now: float) -> Iterator[st
         f"{lookup['hit_chunks']:,} of {lookup['chunks']:,} chunks ({lookup['tokens']:,} tokens)"
     )
     if lookup.get("tiers"):
-        yield "found in " + ", ".join(
-            f"{clean(tier)}: {count:,} chunk{'' if count == 1 else 's'}" for tier, count in lookup["tiers"]
-        )
+        places = (f"{clean(tier)}: {count:,} chunk{'' if count == 1 else 's'}" for tier, count in lookup["tiers"])
+        yield f"found in {', '.join(places)}"
     if not lookup["missing"]:
         return
     yield f"chunk {lookup['hit_chunks']:,} is the first that is missing: {clean(lookup['reason'])}"
