@@ -16,13 +16,13 @@ CORE = ROOT / "core" / "src" / "lmcache_core"
 PLUGINS = sorted(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))
 
 LAYERS = (
-    {"errors", "unhandled", "forks"},
+    {"errors", "unhandled", "forks", "diagnosis"},
     {"keys", "layout", "buffers"},
     {"frame", "backend", "device", "codec", "policy", "chain", "groups", "cache", "hookspecs"},
     {"backends", "devices", "policies", "hooks_log"},
     {"units", "spelling", "nodes", "options"},
-    {"endpoints"},
-    {"plugins", "config"},
+    {"endpoints", "trace"},
+    {"plugins", "config", "settings"},
     {"index", "transfer", "breaker", "costs", "events", "history", "metrics", "shares", "manifest"},
     {"sealing", "ledger"},
     {"tier"},
@@ -32,7 +32,7 @@ LAYERS = (
     {"wire", "late", "pooled", "gauges", "scrape"},
     {"local"},
     {"client"},
-    {"opening"},
+    {"opening", "audit"},
     {"server"},
     {"testing"},
     {"cli"},

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .codec import Codec, Identity
     from .config import CacheConfig, TierConfig, load_config
     from .device import Device, DoneFence, Fence, Pages, Probe
+    from .diagnosis import Diagnosis, SupportsDiagnosis
     from .errors import (
         BackendError,
         BackendFull,
@@ -76,6 +77,7 @@ __all__ = [
     "Context",
     "Device",
     "DeviceError",
+    "Diagnosis",
     "DoneFence",
     "Entry",
     "EvictionPolicy",
@@ -106,6 +108,7 @@ __all__ = [
     "RemoteCache",
     "RequestReport",
     "Shard",
+    "SupportsDiagnosis",
     "SupportsListing",
     "SupportsRegistration",
     "TierConfig",
@@ -130,6 +133,7 @@ _MODULES: Final = {
     "codec": "Codec Identity",
     "config": "CacheConfig TierConfig load_config",
     "device": "Device DoneFence Fence Pages Probe",
+    "diagnosis": "Diagnosis SupportsDiagnosis",
     "errors": "BackendError BackendFull BackendUnavailable CacheError CapacityError ChunkCorrupt ConfigError "
     "DeviceError NamespaceError PluginConflict PluginError PluginImportFailed PluginIncompatible PluginNotFound",
     "hookspecs": "hookimpl",

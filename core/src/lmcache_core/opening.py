@@ -26,6 +26,7 @@ from .policy import EvictionPolicy
 from .pool import Pool
 from .sealing import Sealer
 from .tier import Tier
+from .trace import Trace
 
 log = logging.getLogger(__name__)
 _INSTALLED_ONLY: Final = PluginsConfig()
@@ -45,6 +46,12 @@ def open_cache(
     device_name, device = open_device(config.device, config.plugins)
     metrics = Metrics()
     cache = _open_cache(config, socket, device_name, device, metrics)
+    if config.trace.path:
+        try:
+            cache.trace = Trace(config.trace)
+        except ConfigError:
+            cache.close()
+            raise
     add_plugin_gauge(metrics, [*used_plugins(config), (plugins.DEVICES, device_name)], config.plugins.disable)
     try:
         cache.serve_metrics(config.metrics)

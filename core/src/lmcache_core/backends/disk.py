@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal
 
 from ..backend import ApiVersion, Backend, Context, Entry, Traits
+from ..diagnosis import Diagnosis
 from ..errors import BackendError, BackendFull, BackendUnavailable, ChunkCorrupt, ConfigError
 from ..keys import ChunkKey
 from ..layout import PAGE_NBYTES
+from ._diagnosis import diagnose
 from ._files import Writer, close_fd, is_ours, open_directory, record_dir, walk
 from ._io import O_DIRECT, probe_io, read_file, rename_new, write_file
 from ._usage import SharedTotal
@@ -193,6 +195,15 @@ class DiskBackend(Backend[DiskOptions]):
             yield from walk(self._fd, shard_id)
         except OSError as error:
             raise _fault(error, "list", None) from error
+        finally:
+            self._leave()
+
+    def diagnose(self) -> Iterator[Diagnosis]:
+        """For `lmc doctor`."""
+        self._enter()
+        try:
+            used, limit = self._total.read()
+            yield from diagnose(self._root, direct=self._direct, used_nbytes=used, limit_nbytes=limit)
         finally:
             self._leave()
 
