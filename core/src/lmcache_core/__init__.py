@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .codec import Codec, Identity
     from .config import CacheConfig, TierConfig, load_config
     from .device import Device, DoneFence, Fence, Pages, Probe
+    from .devices.cpu import CpuDevice
     from .errors import (
         BackendError,
         BackendFull,
@@ -73,6 +74,7 @@ __all__ = [
     "Codec",
     "ConfigError",
     "Context",
+    "CpuDevice",
     "Device",
     "DeviceError",
     "DoneFence",
@@ -128,6 +130,7 @@ _MODULES: Final = {
     "codec": "Codec Identity",
     "config": "CacheConfig TierConfig load_config",
     "device": "Device DoneFence Fence Pages Probe",
+    "devices.cpu": "CpuDevice",
     "errors": "BackendError BackendFull BackendUnavailable CacheError CapacityError ChunkCorrupt ConfigError "
     "DeviceError NamespaceError PluginConflict PluginError PluginImportFailed PluginIncompatible PluginNotFound",
     "hookspecs": "hookimpl",

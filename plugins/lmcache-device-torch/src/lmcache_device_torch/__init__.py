@@ -1,0 +1,17 @@
+"""What the device packages of LMCache Core share: KV copied between torch tensors and host memory.
+
+Nothing here imports torch before a copy needs it: `device: auto` asks every device package, on every machine.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .device import TorchDevice
+from .fences import EventFence
+from .pinning import CudartRuntime, Runtime
+from .queues import Queue
+
+__version__: Final = "0.1.0"
+
+__all__ = ["CudartRuntime", "EventFence", "Queue", "Runtime", "TorchDevice", "__version__"]
