@@ -9,9 +9,25 @@ from typing import Final
 
 from .device import TorchDevice
 from .fences import EventFence
+from .host import Host, TorchBuild
+from .identity import Identity
 from .pinning import CudartRuntime, Runtime
 from .queues import Queue
+from .vendor import Finding, Vendor, VendorDevice
 
 __version__: Final = "0.1.0"
 
-__all__ = ["CudartRuntime", "EventFence", "Queue", "Runtime", "TorchDevice", "__version__"]
+__all__ = [
+    "CudartRuntime",
+    "EventFence",
+    "Finding",
+    "Host",
+    "Identity",
+    "Queue",
+    "Runtime",
+    "TorchBuild",
+    "TorchDevice",
+    "Vendor",
+    "VendorDevice",
+    "__version__",
+]

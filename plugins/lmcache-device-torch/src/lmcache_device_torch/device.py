@@ -23,8 +23,8 @@ _Copy = Callable[["torch.Tensor", "torch.Tensor"], None]
 class TorchDevice(Device):
     """Copies on side streams, through a staging buffer on the device; a subclass says what the hardware is.
 
-    Blocks are brought together on the device by one kernel for each layer, and cross the link in one large copy for each
-    segment.  Pages in the CPU's memory are copied directly, by core's own device.
+    Blocks are brought together on the device by one kernel for each layer, and cross the link in one large copy for
+    each segment.  Pages in the CPU's memory are copied directly, by core's own device.
     """
 
     direct = True

@@ -27,21 +27,22 @@ class CudartRuntime:
     """What torch binds of the CUDA runtime; in builds for ROCm the same names are HIP's."""
 
     def pin(self, device: torch.device, address: int, nbytes: int) -> None:
-        import torch
-
-        with torch.cuda.device(device):  # a thread's current device is the first one, which need not be ours
-            _check("cudaHostRegister", torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        self._call(device, "cudaHostRegister", address, nbytes, _PORTABLE)
 
     def unpin(self, device: torch.device, address: int) -> None:
+        self._call(device, "cudaHostUnregister", address)
+
+    def _call(self, device: torch.device, name: str, *arguments: int) -> None:
         import torch
 
-        with torch.cuda.device(device):
-            _check("cudaHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
-
-
-def _check(call: str, result: Any) -> None:
-    if int(result):
-        raise DeviceError(f"{call} failed with error {int(result)} ({result})")
+        cuda: Any = torch.cuda
+        try:
+            with cuda.device(device):  # a thread's current device is the first one, which need not be ours
+                result = getattr(cuda.cudart(), name)(*arguments)
+        except (RuntimeError, AttributeError) as error:
+            raise DeviceError(f"{name}: {error}") from error
+        if int(result):
+            raise DeviceError(f"{name}: error {int(result)} ({result})")
 
 
 class Pins:
