@@ -49,8 +49,10 @@ def host_bytes(buffer: memoryview) -> torch.Tensor:
     """A buffer of the slab as a tensor of bytes: no copy, and no complaint about one that is read-only."""
     import torch
 
-    address = np.frombuffer(buffer, np.uint8).ctypes.data
-    return torch.frombuffer((ctypes.c_char * buffer.nbytes).from_address(address), dtype=torch.uint8)
+    array = np.frombuffer(buffer, np.uint8)
+    memory: Any = (ctypes.c_char * buffer.nbytes).from_address(array.ctypes.data)
+    memory.kept = array  # as long as the tensor is
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def as_arrays(pages: Pages) -> list[list[Any]]:
