@@ -97,7 +97,7 @@ def types(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Several packages together, with plugins that are broken on purpose installed beside them."""
     tools = [needed for p in PACKAGES for needed in (*extras(p, "testing"), *dependency_group(p, "test"))]
-    install(session, [*PACKAGES, *FIXTURES], tools)
+    install(session, [*PACKAGES, *FIXTURES], [*tools, *dependency_group(ROOT, "integration")])
     session.run("pytest", *session.posargs, "tests")
 
 

@@ -269,8 +269,11 @@ class DeviceSubject(Laws):
         return getattr(_torch(), self.device.torch_type).current_stream()
 
     def device_nbytes(self) -> int:
-        """Optional: memory of the device in use, so that growth is seen."""
-        return 0
+        """Memory of the device in use, so that growth is seen; by default what torch counts."""
+        if self.device.torch_type == "cpu":
+            return 0
+        module = getattr(_torch(), self.device.torch_type)
+        return int(module.memory_allocated()) if hasattr(module, "memory_allocated") else 0
 
     @property
     def device(self) -> Device:

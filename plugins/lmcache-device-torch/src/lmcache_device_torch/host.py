@@ -109,7 +109,7 @@ class Host:
 def _literals(path: Path) -> dict[str, str | None]:
     """The plain assignments of a Python file."""
     try:
-        text = path.read_text()
+        text = path.read_text(errors="replace")
     except OSError:
         return {}
     found: dict[str, str | None] = {}
