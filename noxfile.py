@@ -98,7 +98,7 @@ def types(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Several packages together, with plugins that are broken on purpose installed beside them."""
     tools = [needed for p in PACKAGES for needed in (*extras(p, "testing"), *dependency_group(p, "test"))]
-    install(session, [*PACKAGES, *FIXTURES], tools)
+    install(session, [*PACKAGES, *FIXTURES], [*tools, *dependency_group(ROOT, "integration")])
     session.run("pytest", *session.posargs, "tests")
 
 
@@ -310,11 +310,15 @@ def lowest(package: Path, extra: str | None = None) -> dict[str, str]:
 
 def lowest_of(requirements: list[str]) -> dict[str, str]:
     found = {name_of(each): re.search(r">=\s*([0-9][0-9a-z.]*)", each) for each in requirements}
-    return {name: match[1] for name, match in found.items() if match and name != "lmcache-core"}
+    ours = {project(package)["name"] for package in PACKAGES}
+    return {name: match[1] for name, match in found.items() if match and name not in ours}
 
 
 def with_core(packages: list[Path]) -> list[Path]:
-    return [ROOT / "core", *(package for package in packages if package.name != "core")]
+    """Core, then those of our packages that `packages` depend on, then `packages`."""
+    needed = {name_of(requirement) for package in packages for requirement in project(package)["dependencies"]}
+    below = [package for package in PACKAGES[1:] if package.name in needed and package not in packages]
+    return [ROOT / "core", *below, *(package for package in packages if package.name != "core")]
 
 
 def project(package: Path) -> dict[str, Any]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .codec import Codec, Identity
     from .config import CacheConfig, TierConfig, load_config
     from .device import Device, DoneFence, Fence, Pages, Probe
+    from .devices.cpu import CpuDevice
     from .diagnosis import Diagnosis, SupportsDiagnosis
     from .errors import (
         BackendError,
@@ -75,6 +76,7 @@ __all__ = [
     "Codec",
     "ConfigError",
     "Context",
+    "CpuDevice",
     "Device",
     "DeviceError",
     "Diagnosis",
@@ -134,6 +136,7 @@ _MODULES: Final = {
     "config": "CacheConfig TierConfig load_config",
     "device": "Device DoneFence Fence Pages Probe",
     "diagnosis": "Diagnosis SupportsDiagnosis",
+    "devices.cpu": "CpuDevice",
     "errors": "BackendError BackendFull BackendUnavailable CacheError CapacityError ChunkCorrupt ConfigError "
     "DeviceError NamespaceError PluginConflict PluginError PluginImportFailed PluginIncompatible PluginNotFound",
     "hookspecs": "hookimpl",

@@ -157,7 +157,7 @@ def set_generation(page: memoryview, generation: int) -> None:
 
 def void(page: memoryview) -> None:
     """Have the page be no header: what a store does not write over it shall not pass for its answer."""
-    page[: len(_MAGIC)] = bytes(len(_MAGIC))
+    page[: len(MAGIC)] = bytes(len(MAGIC))
 
 
 def holds(page: memoryview, key: ChunkKey, fingerprint: bytes, raw_nbytes: int, generation: int) -> bool:

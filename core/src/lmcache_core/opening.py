@@ -201,17 +201,23 @@ def open_device(name: str, use: PluginsConfig) -> tuple[str, Device]:
             raise DeviceError(f"device {name!r} is not there: {probe.reason}")
         return name, kind()
     found: list[tuple[str, type[Device]]] = []
+    absent: list[str] = []
     for offer in plugins.discover(plugins.DEVICES):
         if offer.name == "cpu" or plugins.is_disabled(offer, use.disable):
             continue
         kind = plugins.load_offer(offer)
-        if kind.probe().count:
+        probe = kind.probe()
+        if probe.count:
             found.append((offer.name, kind))
+        else:
+            absent.append(f"{offer.name}: {probe.reason}")
     if len(found) > 1:
         names = ", ".join(sorted(name for name, _ in found))
         raise ConfigError(f"device: auto finds more than one device here ({names}); name the one to use")
     if found:
         return found[0][0], found[0][1]()
+    if absent:
+        log.info("device: auto means cpu; %s", "; ".join(absent))
     return "cpu", _load(plugins.DEVICES, "cpu", use)()
 
 
