@@ -29,13 +29,16 @@ _INSTALLED_ONLY: Final = PluginsConfig()
 
 
 def open_cache(
-    config: CacheConfig | str | Path | None = None, *, socket: str | Path | None = None
+    config: CacheConfig | str | Path | None = None,
+    *,
+    socket: str | Path | None = None,
+    load_timeout_s: float = 30.0,
 ) -> LocalCache | RemoteCache:
     """Open the cache that a configuration, or the YAML file that `load_config` finds, describes.
 
     With a `socket`, here or in the configuration, the cache is in the daemon that serves it, whose memory and tiers it
-    uses; none are opened here, and a daemon that is not there yet is no error.
-    Raises ConfigError, PluginError or CapacityError, having closed whatever was open by then.
+    uses; none are opened here, and a daemon that is not there yet is no error; `load_timeout_s` bounds each load from
+    it.  Raises ConfigError, PluginError or CapacityError, having closed whatever was open by then.
     """
     if not isinstance(config, CacheConfig):
         config = load_config(config)
@@ -48,6 +51,7 @@ def open_cache(
             device,
             device_name=device_name,
             call_timeout_s=config.socket_timeout_s,
+            load_timeout_s=load_timeout_s,
             metrics=metrics,
             events=open_events(config, metrics),
         )

@@ -65,7 +65,8 @@ ZEROS = """
 import lmcache_core.devices.cpu as cpu
 
 scatter = cpu.CpuDevice.scatter
-cpu.CpuDevice.scatter = lambda self, src, *a, **k: scatter(self, [memoryview(bytes(len(each))) for each in src], *a, **k)
+zeros = lambda src: [memoryview(bytes(len(each))) for each in src]
+cpu.CpuDevice.scatter = lambda self, src, *a, **k: scatter(self, zeros(src), *a, **k)
 """
 
 

@@ -11,7 +11,7 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 
-from lmcache_core import Cache, NamespaceError, open_cache
+from lmcache_core import LocalCache, NamespaceError, RemoteCache, open_cache
 
 from .fences import fence_now
 from .geometry import check_groups, fitting_chunk, rectangles_of
@@ -29,7 +29,7 @@ log = logging.getLogger("vllm.lmcache")
 _NOTHING: Final = Arrivals(set(), {}, set())
 
 
-class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV of prompts in the node's daemon, or in one of the engine's own; see the README for its settings."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -70,12 +70,12 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._daemon.close()
             self._daemon = None
 
-    def _open_cache(self) -> Cache:
+    def _open_cache(self) -> LocalCache | RemoteCache:
         """The node's daemon, if the settings or the configuration name one, else the engine's own."""
         path = self._settings.socket or self._config.socket
         if path is None:
             path = str(private_socket(str(self._kv_transfer_config.engine_id)))
-        return open_cache(self._config, socket=path)
+        return open_cache(self._config, socket=path, load_timeout_s=self._settings.load_timeout_s)
 
     # The worker's side.
 
@@ -96,8 +96,13 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             except NamespaceError as error:
                 self._card = RankCard(None, (), str(error))
                 return
+            cache = self._open_cache()
             self._device = next(iter(kv_caches.values())).device
-            self._worker = WorkerHalf(self._open_cache(), self._card.rectangles, pages)
+            if self._device.type != "cpu" and cache.status().device == "cpu":
+                cache.close()
+                self._card = RankCard(None, (), f"no device plugin for {self._device.type} is installed")
+                return
+            self._worker = WorkerHalf(cache, self._card.rectangles, pages)
 
     def get_handshake_metadata(self) -> RankCard | None:
         return self._card
@@ -221,6 +226,13 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._half.matched(request, num_computed_tokens)
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        resident = min(self._half.resident_tokens(request), num_external_tokens)
+        found = {CacheHitSource.HOST: resident, self._cache_hit_source: num_external_tokens - resident}
+        return {source: tokens for source, tokens in found.items() if tokens}
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._half.allocated(request, blocks.get_block_ids() if num_external_tokens else (), num_external_tokens)

@@ -63,15 +63,12 @@ def identity_of(vllm_config: Any, *, kv_dtype: str, chunk_tokens: int, weights: 
     )
 
 
-def adapter_of(request: Any) -> str:
-    """Name and content of the LoRA adapter that a request uses; empty for none."""
-    lora = request.lora_request
-    if lora is None:
-        return ""
-    path = Path(lora.lora_path)
+def adapter_of(name: str, folder: str) -> str:
+    """Name and content of a LoRA adapter."""
+    path = Path(folder)
     if not path.exists():
-        raise NamespaceError("lora", f"{lora.lora_name}: {path} is not a local folder, its content is not known")
-    return f"{lora.lora_name}@{files_digest(path)}"
+        raise NamespaceError("lora", f"{name}: {path} is not a local folder, its content is not known")
+    return f"{name}@{files_digest(path)}"
 
 
 def _tags(vllm_config: Any) -> tuple[tuple[str, str], ...]:

@@ -48,7 +48,7 @@ class Store:
 
 
 @dataclass(slots=True)
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class StepMetadata(KVConnectorMetadata):
     """From the scheduler to the workers, once per step."""
 
     loads: list[Load] = field(default_factory=list)
@@ -58,7 +58,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass(slots=True)
-class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerReport(KVConnectorWorkerMetadata):
     """From the workers back, merged over the ranks."""
 
     stored: dict[int, int] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class RankCard(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class RankCard(KVConnectorHandshakeMetadata):
     """What a rank says of itself once, after its KV was allocated; `problem` says why it cannot be cached."""
 
     identity: Identity | None

@@ -10,8 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from .stats import COUNTERS
 
 
-class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
+class ConnectorStats(KVConnectorStats):
     """Sums, of one step or of many, of one rank or of all."""
+
+    data: dict[str, float]
 
     def reset(self) -> None:
         self.data = {}
@@ -28,7 +30,7 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
 
-class PrometheusMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class PrometheusMetrics(KVConnectorPromMetrics):
     """`vllm:lmcache_..._total`, by engine."""
 
     def __init__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class Namespaces:
         self._key_secret = key_secret
         self._epoch = ""
         self._models: dict[tuple[str, bytes], Model] = {}
-        self._adapters: dict[tuple[str, str], str] = {}
+        self._adapters: dict[tuple[str, str], Future[str]] = {}
+        self._reader = ThreadPoolExecutor(1, "lmcache-vllm-adapters")
 
     def start_epoch(self, name: str) -> None:
         """From now on nothing that was stored before is found."""
@@ -33,9 +35,15 @@ class Namespaces:
         self._models.clear()
         self._adapters.clear()
 
-    def model(self, request: Any) -> Model:
-        """The model of a request; NamespaceError names what of the request cannot be part of a key."""
-        key = (self._adapter(request), salt_id(request.cache_salt, self._key_secret))
+    def model(self, request: Any) -> Model | None:
+        """The model of a request; None while its adapter is still being read.
+
+        NamespaceError names what of the request cannot be part of a key.
+        """
+        adapter = self._adapter(request)
+        if adapter is None:
+            return None
+        key = (adapter, salt_id(request.cache_salt, self._key_secret))
         found = self._models.get(key)
         if found is None:
             family = self.identity.family(adapter=key[0], salt_id=key[1], epoch=self._epoch)
@@ -44,17 +52,21 @@ class Namespaces:
                 del self._models[next(iter(self._models))]
         return found
 
-    def _adapter(self, request: Any) -> str:
-        """Hashed once for each adapter, unless its files are to be read anew."""
+    def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
+
+    def _adapter(self, request: Any) -> str | None:
+        """Read once for each adapter, in the background, unless its files are to be read anew."""
         lora = request.lora_request
         if lora is None:
             return ""
         key = (lora.lora_name, lora.lora_path)
-        if key not in self._adapters or getattr(lora, "load_inplace", False):
+        reading = self._adapters.get(key)
+        if reading is None or getattr(lora, "load_inplace", False):
             if len(self._adapters) >= self._MAX_MODELS:
                 self._adapters.clear()
-            self._adapters[key] = adapter_of(request)
-        return self._adapters[key]
+            reading = self._adapters[key] = self._reader.submit(adapter_of, *key)
+        return reading.result() if reading.done() else None
 
 
 def chain_of(request: Any, model: Model, tokens: int) -> Chain:

@@ -136,7 +136,10 @@ class SchedulerHalf:
             self._say("streaming input", "a request whose prompt grows is not cached")
             return
         try:
-            chain = chain_of(request, self._namespaces.model(request), prompt_tokens)
+            model = self._namespaces.model(request)
+            if model is None:
+                return
+            chain = chain_of(request, model, prompt_tokens)
         except (NamespaceError, ValueError) as error:
             field = error.field if isinstance(error, NamespaceError) else "tokens"
             self._say(field, f"requests like {request.request_id} are not cached: {error}")
@@ -256,6 +259,8 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self._lookups.close()
+        if self._namespaces is not None:
+            self._namespaces.close()
         self._cache.close()
 
     # Lookups.

@@ -24,6 +24,8 @@ class Settings:
     """How long a request waits in vLLM's queue, in all, to learn what slower tiers have of it."""
     lookup_grace_s: float = 0.002
     """How long the scheduler may stand still for the first answer to a request; the daemon's memory is quicker."""
+    load_timeout_s: float = 10.0
+    """After this long without its chunks a load has failed, and they are computed."""
     save_decode: bool = False
     """Store generated tokens too, for the next turn of a conversation."""
     weights: str = ""
@@ -33,9 +35,9 @@ class Settings:
         for name, kinds in _KINDS.items():
             if type(getattr(self, name)) not in kinds:
                 raise ConfigError(f"{_EXTRA}: {name}: {getattr(self, name)!r} is not {_WANTED[kinds]}")
-        for name in ("lookup_timeout_s", "lookup_grace_s"):
-            if not 0 <= getattr(self, name) <= 60:
-                raise ConfigError(f"{_EXTRA}: {name}: must be 0 to 60, got {getattr(self, name)}")
+        for name in ("lookup_timeout_s", "lookup_grace_s", "load_timeout_s"):
+            if not 0 <= getattr(self, name) <= 600:
+                raise ConfigError(f"{_EXTRA}: {name}: must be 0 to 600, got {getattr(self, name)}")
 
 
 _TEXT, _OPTIONAL, _NUMBER, _SWITCH = (str,), (str, type(None)), (int, float), (bool,)
@@ -50,6 +52,7 @@ _KINDS: Final[dict[str, tuple[type, ...]]] = {
     "socket": _OPTIONAL,
     "lookup_timeout_s": _NUMBER,
     "lookup_grace_s": _NUMBER,
+    "load_timeout_s": _NUMBER,
     "save_decode": _SWITCH,
     "weights": _TEXT,
 }

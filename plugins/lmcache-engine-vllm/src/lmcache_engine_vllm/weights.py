@@ -28,22 +28,29 @@ def weights_of(model_config: Any, load_config: Any) -> str:
 
 def files_digest(path: Path) -> str:
     """ "sha256:..." over names, sizes and content of the weights in a folder, or of one file."""
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
-    if not files:
-        raise NamespaceError("weights", f"no weights in {path}; name them with `weights`")
-    whole = sum(file.stat().st_size for file in files) <= _WHOLE_NBYTES
-    digest = hashlib.sha256(b"whole" if whole else b"sampled")
-    for file in files:
-        size = file.stat().st_size
-        head = f"{file.name if path.is_dir() else ''}\0{size}\0".encode()
-        digest.update(len(head).to_bytes(4, "little") + head)
-        with file.open("rb") as opened:
-            for start, stop in [(0, size)] if whole else _samples(size):
-                opened.seek(start)
-                while start < stop and (data := opened.read(min(_STEP_NBYTES, stop - start))):
-                    digest.update(data)
-                    start += len(data)
+    try:
+        files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
+        if not files:
+            raise NamespaceError("weights", f"no weights in {path}; name them with `weights`")
+        whole = sum(file.stat().st_size for file in files) <= _WHOLE_NBYTES
+        digest = hashlib.sha256(b"whole" if whole else b"sampled")
+        for file in files:
+            size = file.stat().st_size
+            head = f"{file.name if path.is_dir() else ''}\0{size}\0".encode()
+            digest.update(len(head).to_bytes(4, "little") + head)
+            _read(file, [(0, size)] if whole else _samples(size), digest)
+    except OSError as error:
+        raise NamespaceError("weights", f"cannot be read: {error}") from error
     return f"sha256:{digest.hexdigest()}"
+
+
+def _read(file: Path, ranges: list[tuple[int, int]], digest: Any) -> None:
+    with file.open("rb") as opened:
+        for start, stop in ranges:
+            opened.seek(start)
+            while start < stop and (data := opened.read(min(_STEP_NBYTES, stop - start))):
+                digest.update(data)
+                start += len(data)
 
 
 def _samples(size: int) -> list[tuple[int, int]]:
