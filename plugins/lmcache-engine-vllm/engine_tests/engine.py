@@ -53,10 +53,10 @@ def transfer_config(config: Path | str, *, failures: str = "recompute", **extra:
     }
 
 
-def environment(*, threads: int = 1, **variables: str) -> dict[str, str]:
+def environment(*, threads: int = 1, paths: Sequence[Path] = (), **variables: str) -> dict[str, str]:
     """Variables of an engine's processes: nothing from the network, our own sources first, `threads` for compute."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE", "VLLM"))}
-    sources = [str(PLUGIN / "src"), str(PLUGIN.parent.parent / "core" / "src")]
+    sources = [str(PLUGIN / "src"), str(PLUGIN.parent.parent / "core" / "src"), *map(str, paths)]
     path = os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
     return inherited | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path} | variables
 
@@ -72,6 +72,7 @@ class Engine:
         python: Path | str = sys.executable,
         variables: Mapping[str, str] | None = None,
         threads: int = 1,
+        paths: Sequence[Path] = (),
         **arguments: Any,
     ) -> None:
         self.log = log
@@ -94,7 +95,7 @@ class Engine:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=out,
-                env=environment(threads=threads, **(variables or {})),
+                env=environment(threads=threads, paths=paths, **(variables or {})),
                 start_new_session=True,
             )
         try:
@@ -138,10 +139,17 @@ class Engine:
         """CPU-seconds of all its processes so far."""
         return processes.cpu_s(self.pid)
 
+    def pause(self) -> None:
+        """From here on its processes take no CPU, not even what they take while they wait for work."""
+        os.killpg(self._process.pid, signal.SIGSTOP)  # the group that it leads: ours alone
+
+    def resume(self) -> None:
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def kill(self) -> None:
         """SIGKILL for all its processes at once, and wait for the first."""
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # the group that it leads: ours alone
+            os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         self._reap()
@@ -150,6 +158,7 @@ class Engine:
         """End it in good order; by force where that takes too long.  Twice is fine."""
         if self._process.poll() is None:
             try:
+                self.resume()
                 self.ask("stop", timeout_s=END_TIMEOUT_S)
                 assert self._process.stdin is not None
                 self._process.stdin.close()

@@ -84,7 +84,8 @@ class Driver:
                 each = running.pop(output.request_id)
                 found = _described(output)
                 answer = found.pop("tokens")
-                done.append(found | {"prompt_tokens": len(talks[each].said), "turn": talks[each].turn})
+                size = {"prompt_tokens": len(talks[each].said), "turn": talks[each].turn}
+                done.append(found | size | {"at_s": time.monotonic() - began})
                 talks[each].next(answer)
                 if talks[each].turn == turns:
                     talks[each] = Talk(words, opening_tokens, turn_tokens)
