@@ -219,6 +219,7 @@ def wheels(session: nox.Session) -> None:
         (project(package)["name"], group.rpartition(".")[2], name)
         for package in PACKAGES
         for group, names in project(package).get("entry-points", {}).items()
+        if group.startswith("lmcache_core.")
         for name in names
     }
     if states != dict.fromkeys(offered, "loaded"):
