@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1")
+sys.dont_write_bytecode = False  # compiling what vLLM imports takes longer than importing it
 with warnings.catch_warnings():  # what vLLM and torch import is theirs
     warnings.simplefilter("ignore")
     import vllm.v1.core.sched.async_scheduler  # noqa: F401

@@ -56,6 +56,7 @@ def transfer_config(config: Path | str, *, failures: str = "recompute", **extra:
 def environment(*, threads: int = 1, paths: Sequence[Path] = (), **variables: str) -> dict[str, str]:
     """Variables of an engine's processes: nothing from the network, our own sources first, `threads` for compute."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE", "VLLM"))}
+    inherited.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling what vLLM imports takes longer than the rest of its start
     sources = [str(PLUGIN / "src"), str(PLUGIN.parent.parent / "core" / "src"), *map(str, paths)]
     path = os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
     return inherited | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path} | variables
