@@ -116,7 +116,7 @@ def engines(session: nox.Session, plugin: Path) -> None:
     session.install("--no-deps", "--force-reinstall", *(built_wheel(session, each) for each in with_core([plugin])))
     session.install(f"{built_wheel(session, ROOT / 'core')}[testing]", *dependency_group(plugin, "engine-test"))
     arguments = [argument for argument in session.posargs if argument not in ENGINE_NAMES]
-    session.run("pytest", *(arguments or ["--durations=10"]), str(suite))
+    session.run("pytest", "-o", "faulthandler_timeout=900", *(arguments or ["--durations=10"]), str(suite))
 
 
 @nox.session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,7 @@ from .identity import identity_of
 from .metadata import RankCard, StepMetadata, WorkerReport
 from .metrics import ConnectorStats, PrometheusMetrics
 from .pages import pages_of
-from .private import PrivateDaemon, private_socket
+from .private import PrivateDaemon, private_socket, wait_for_socket
 from .scheduler import SchedulerHalf, cards_in_order
 from .settings import read_config, read_settings
 from .worker import Arrivals, WorkerHalf, report_of
@@ -43,6 +44,13 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._device = torch.device("cpu")
         self._arrivals = _NOTHING
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
+        self._socket = self._settings.socket or self._config.socket
+        self._own_socket: Path | None = None
+        if self._socket is None:
+            self._own_socket = private_socket(str(self._kv_transfer_config.engine_id))
+            self._socket = str(self._own_socket)
+            if role == KVConnectorRole.WORKER and vllm_config.parallel_config.rank == 0:
+                self._daemon = PrivateDaemon(self._own_socket, self._settings.config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(
                 self._open_cache(),
@@ -72,18 +80,13 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _open_cache(self) -> LocalCache | RemoteCache:
         """The node's daemon, if the settings or the configuration name one, else the engine's own."""
-        path = self._settings.socket or self._config.socket
-        if path is None:
-            path = str(private_socket(str(self._kv_transfer_config.engine_id)))
-        return open_cache(self._config, socket=path, load_timeout_s=self._settings.load_timeout_s)
+        if self._own_socket is not None:
+            wait_for_socket(self._own_socket)
+        return open_cache(self._config, socket=self._socket, load_timeout_s=self._settings.load_timeout_s)
 
     # The worker's side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        parallel = self._vllm_config.parallel_config
-        if self._settings.socket is None and self._config.socket is None and parallel.rank == 0:
-            socket = private_socket(str(self._kv_transfer_config.engine_id))
-            self._daemon = PrivateDaemon(socket, self._settings.config)
         self._card = self._take_card(kv_caches)
         if not self._card.problem:
             groups = self._kv_cache_config.kv_cache_groups

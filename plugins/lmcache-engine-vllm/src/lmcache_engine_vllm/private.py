@@ -34,11 +34,18 @@ def private_socket(engine_id: str) -> Path:
     return Path(folder) / f"lmcache-vllm-{os.getuid()}" / f"{name}.sock"
 
 
+def wait_for_socket(path: Path, timeout_s: float = 10.0) -> None:
+    """Until a daemon that has just been started listens; whoever connects goes on looking after that."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 class PrivateDaemon:
     """The child process.  `close` ends it; so does the end of this process, however it comes."""
 
     def __init__(self, socket: Path, config: str | None) -> None:
-        self._command = [sys.executable, "-m", __name__, "serve", "--socket", str(socket)]
+        self._command = [sys.executable, "-P", __file__, "serve", "--socket", str(socket)]
         self._command += ["--config", config] if config is not None else []
         self._closing = threading.Event()
         self._child = self._start()
