@@ -17,6 +17,7 @@ from lmcache_core import LocalCache, NamespaceError, RemoteCache, open_cache
 from .fences import fence_now
 from .geometry import check_groups, fitting_chunk, rectangles_of
 from .identity import identity_of
+from .kv_events import KVEvents
 from .metadata import RankCard, StepMetadata, WorkerReport
 from .metrics import ConnectorStats, PrometheusMetrics
 from .pages import pages_of
@@ -58,6 +59,7 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):
                 key_secret=self._config.key_secret,
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
                 speculative=vllm_config.speculative_config is not None,
+                events=_events_of(vllm_config, kv_cache_config),
             )
             if getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute") == "fail":
                 log.warning('set "kv_load_failure_policy": "recompute", or a load that fails ends its request')
@@ -258,6 +260,9 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._half.finished(request)
         return False, None
 
+    def take_events(self) -> Iterable[Any]:
+        return self._half.events.take() if self._half.events is not None else ()
+
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.storing
 
@@ -279,3 +284,12 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> PrometheusMetrics:
         return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _events_of(vllm_config: Any, kv_cache_config: Any) -> KVEvents | None:
+    """Events, where they are wanted and vLLM has hashes to name blocks by."""
+    wanted = vllm_config.kv_events_config
+    if wanted is None or not wanted.enable_kv_cache_events:
+        return None
+    default = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+    return KVEvents(getattr(kv_cache_config, "hash_block_size", None) or default)

@@ -63,6 +63,8 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     stored: dict[int, int] = field(default_factory=dict)
     """store_id -> ranks that are done with its blocks."""
+    dropped: set[int] = field(default_factory=set)
+    """Stores of which not everything is there."""
     failed: dict[str, int] = field(default_factory=dict)
     """Request -> the first chunk that could not be loaded."""
 
@@ -70,6 +72,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         assert isinstance(other, WorkerReport)
         for store_id, ranks in other.stored.items():
             self.stored[store_id] = self.stored.get(store_id, 0) + ranks
+        self.dropped |= other.dropped
         for request_id, chunk in other.failed.items():
             self.failed[request_id] = min(chunk, self.failed.get(request_id, chunk))
         return self

@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lmcache_core import Cache, Chain, GroupKind, Hit, NamespaceError
+from lmcache_core import Cache, Chain, Hit, NamespaceError
 
 from .geometry import Rectangle
+from .kv_events import KVEvents
 from .lookups import Lookup, Lookups
-from .metadata import Load, Part, RankCard, StepMetadata, Store, WorkerReport
+from .metadata import Load, RankCard, StepMetadata, Store, WorkerReport
 from .pins import Pins
 from .prompts import Namespaces, chain_of, extended
 from .settings import Settings
+from .spans import load_part, store_part, usable_chunks
 from .stats import Stats
 
 log = logging.getLogger("vllm.lmcache")
@@ -64,9 +66,17 @@ class SchedulerHalf:
     """Caches nothing until every rank has said what it holds."""
 
     def __init__(
-        self, cache: Cache, settings: Settings, *, key_secret: str, prefix_caching: bool, speculative: bool
+        self,
+        cache: Cache,
+        settings: Settings,
+        *,
+        key_secret: str,
+        prefix_caching: bool,
+        speculative: bool,
+        events: KVEvents | None = None,
     ) -> None:
         self.stats = Stats()
+        self.events = events
         self._cache = cache
         self._settings = settings
         self._key_secret = key_secret
@@ -86,6 +96,7 @@ class SchedulerHalf:
         self._coming: Counter[bytes] = Counter()
         """Chunks that are on their way into blocks."""
         self._ranks_left: dict[int, int] = {}
+        self._dropped: set[int] = set()
         self._store_ids = 0
         self._asking = False
         self._prompt = True
@@ -159,7 +170,7 @@ class SchedulerHalf:
         hit = self._answer(tracked)
         if hit is None:
             return (0, False) if tracked.refused else (None, False)
-        stop = self._usable(hit, request.num_tokens)
+        stop = usable_chunks(hit, self._parts, request.num_tokens)
         end = stop * self.chunk_tokens
         if end <= local_tokens:
             return 0, False
@@ -180,7 +191,7 @@ class SchedulerHalf:
             tracked.lookup = None  # should it be preempted, more may be there by then
             return
         start, end = tracked.start, tracked.start + external_tokens
-        parts = tuple(part for own in self._parts if (part := self._part(own, block_ids[own.group], start, end)))
+        parts = tuple(part for own in self._parts if (part := load_part(own, block_ids[own.group], start, end)))
         self._loads.append(Load(request.request_id, hit, parts))
         first, stop = start // self.chunk_tokens, end // self.chunk_tokens
         digests = hit.chain.digests[first:stop]
@@ -232,6 +243,7 @@ class SchedulerHalf:
     def heard(self, report: WorkerReport | None, received: Sequence[str]) -> None:
         """What the workers said at the end of a step."""
         if report is not None:
+            self._dropped |= report.dropped
             for store_id, ranks in report.stored.items():
                 left = self._ranks_left.get(store_id, 0) - ranks
                 self._ranks_left[store_id] = left
@@ -239,6 +251,9 @@ class SchedulerHalf:
                     del self._ranks_left[store_id]
                     assert self._pins is not None
                     self._pins.let_go(store_id)
+                    if self.events is not None:
+                        self.events.stored(store_id, whole=store_id not in self._dropped)
+                    self._dropped.discard(store_id)
             for request_id, chunk in report.failed.items():
                 tracked = self._tracked.get(request_id)
                 if tracked is not None:
@@ -256,6 +271,8 @@ class SchedulerHalf:
                 self._lookups.release(tracked.lookup)
         self._tracked.clear()
         self._unstored.clear()
+        if self.events is not None:
+            self.events.cleared()
 
     def close(self) -> None:
         self._lookups.close()
@@ -294,17 +311,6 @@ class SchedulerHalf:
             self._asking = True
         return None
 
-    def _usable(self, hit: Hit, tokens: int) -> int:
-        """Chunks of a hit that a request of `tokens` tokens can go on from: vLLM computes the last token again."""
-        stop = hit.at_most(tokens)
-        if stop * self.chunk_tokens < tokens:
-            return stop
-        for part in self._parts:
-            # vLLM keeps no block that the window of the next token does not reach; the last token's begins one earlier.
-            if part.kind is GroupKind.WINDOW and (tokens - part.window_tokens + 2) % part.block_tokens == 0:
-                return hit.at_most(tokens - 1)
-        return stop
-
     def _loaded(self, request_id: str, report: WorkerReport | None) -> None:
         loading = self._in_flight.pop(request_id, None)
         if loading is None:
@@ -332,23 +338,7 @@ class SchedulerHalf:
             self._said.add(about)
             log.warning("%s", message)
 
-    # Blocks.
-
-    def _part(self, own: Rectangle, ids: Sequence[int], start: int, end: int) -> Part | None:
-        """The chunks of a group that hold the tokens from `start` to `end`, less blocks that are not to be touched."""
-        chunk = self.chunk_tokens
-        each = chunk // own.block_tokens
-        first = start if own.kind is GroupKind.FULL else max(start, end - own.window_tokens + 1)
-        block = first // own.block_tokens
-        block = max(block, -(-start // own.block_tokens))
-        last = end // own.block_tokens
-        while block < last and ids[block] == 0:  # out of the window
-            block += 1
-        if block == last:
-            return None
-        from_chunk = block // each
-        blocks = tuple(ids[from_chunk * each : last])
-        return Part(own.group, from_chunk, end // chunk, blocks, block - from_chunk * each)
+    # Stores.
 
     def _plan_store(self, tracked: _Tracked, scheduled: int, meta: StepMetadata) -> None:
         """Store the chunks that this step completes, and keep their blocks until that is done."""
@@ -368,27 +358,18 @@ class SchedulerHalf:
         if stop > len(tracked.chain):
             tracked.chain = extended(tracked.chain, tracked.request, stop * self.chunk_tokens)
         tables = self._manager.get_blocks(tracked.request.request_id).blocks
-        parts: list[Part] = []
-        held: list[Any] = []
-        for own in self._parts:
-            each = self.chunk_tokens // own.block_tokens
-            blocks = tables[own.group][: stop * each]
-            start = tracked.stored
-            for index in range(len(blocks) - 1, start * each - 1, -1):
-                if blocks[index].is_null:  # out of the window already: only what follows is whole
-                    start = index // each + 1
-                    break
-            wanted = blocks[start * each :]
-            if wanted:
-                parts.append(Part(own.group, start, stop, tuple(block.block_id for block in wanted)))
-                held += wanted
-        tracked.stored = stop
+        found = [store_part(own, tables[own.group], tracked.stored, stop) for own in self._parts]
+        parts = tuple(each[0] for each in found if each is not None)
+        held = [block for each in found if each is not None for block in each[1]]
+        first, tracked.stored = tracked.stored, stop
         if not parts:
             return
         self._store_ids += 1
         chain = Chain(tracked.chain.model, tracked.chain.digests[:stop])
-        meta.stores.append(Store(self._store_ids, tracked.request.request_id, chain, tuple(parts)))
+        meta.stores.append(Store(self._store_ids, tracked.request.request_id, chain, parts))
         self._pins.hold(self._store_ids, held)
+        if self.events is not None:
+            self.events.storing(self._store_ids, tracked.request, first * self.chunk_tokens, stop * self.chunk_tokens)
         self._ranks_left[self._store_ids] = self._ranks
 
 

@@ -54,6 +54,7 @@ class WorkerHalf:
         self._storing: dict[int, int] = {}
         """Stores whose blocks are still read: how many parts."""
         self._stored: list[int] = []
+        self._dropped: set[int] = set()
 
     def load(self, load: Load) -> None:
         """Start to load; every load ends in `arrivals`, whatever fails."""
@@ -87,7 +88,7 @@ class WorkerHalf:
         with self._changed:
             self._storing[store.store_id] = len(own_parts) or 1
         if not own_parts:
-            self._part_stored(store.store_id, None)
+            self._let_go(store.store_id)
         for part in own_parts:
             shard = self._shard(store.chain.model.family, self._rectangles[part.group])
             try:
@@ -126,11 +127,12 @@ class WorkerHalf:
         blocks = {block for state in ended for block in state.failed_blocks}
         return Arrivals({state.load.request_id for state in ended}, failed, blocks)
 
-    def stored(self) -> dict[int, int]:
-        """The stores whose blocks this rank has let go, each once."""
+    def stored(self) -> tuple[dict[int, int], set[int]]:
+        """The stores whose blocks this rank has let go, each once, and those of which something was dropped."""
         with self._changed:
             ended, self._stored = self._stored, []
-        return dict.fromkeys(ended, 1)
+            dropped, self._dropped = self._dropped, set()
+        return dict.fromkeys(ended, 1), dropped
 
     def counted(self) -> dict[str, float]:
         """What was counted since the last call."""
@@ -177,6 +179,8 @@ class WorkerHalf:
 
     def _part_stored(self, store_id: int, result: JobResult | None) -> None:
         with self._changed:
+            if result is None or result.failed:
+                self._dropped.add(store_id)
             if result is not None:
                 self._stats.add(
                     stored_chunks=result.ok_chunks,
@@ -184,6 +188,10 @@ class WorkerHalf:
                     dropped_chunks=sum(stop - start for start, stop, _ in result.failed),
                     stored_bytes=result.nbytes,
                 )
+            self._let_go(store_id)
+
+    def _let_go(self, store_id: int) -> None:
+        with self._changed:
             self._storing[store_id] -= 1
             if not self._storing[store_id]:
                 del self._storing[store_id]
@@ -193,5 +201,5 @@ class WorkerHalf:
 
 def report_of(half: WorkerHalf, failed: Mapping[str, int]) -> WorkerReport | None:
     """What the scheduler has to hear at the end of a step; None for nothing."""
-    stored = half.stored()
-    return WorkerReport(stored, dict(failed)) if stored or failed else None
+    stored, dropped = half.stored()
+    return WorkerReport(stored, dropped, dict(failed)) if stored or failed else None
