@@ -56,10 +56,26 @@ def transfer_config(config: Path | str, *, failures: str = "recompute", **extra:
 def environment(*, threads: int = 1, paths: Sequence[Path] = (), **variables: str) -> dict[str, str]:
     """Variables of an engine's processes: nothing from the network, our own sources first, `threads` for compute."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE", "VLLM"))}
-    inherited.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling what vLLM imports takes longer than the rest of its start
+    inherited.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling what vLLM imports takes longer than all the rest
     sources = [str(PLUGIN / "src"), str(PLUGIN.parent.parent / "core" / "src"), *map(str, paths)]
     path = os.pathsep.join([*sources, *filter(None, [os.environ.get("PYTHONPATH")])])
     return inherited | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": path} | variables
+
+
+def arguments_for(model: Path) -> dict[str, Any]:
+    """Those of vllm.LLM for a small, eager engine without vLLM's own prefix cache."""
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 4608,
+        "block_size": 64,
+        "kv_cache_memory_bytes": 128 << 20,
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        "disable_log_stats": False,
+    }
 
 
 class Engine:
@@ -77,18 +93,6 @@ class Engine:
         **arguments: Any,
     ) -> None:
         self.log = log
-        defaults = {
-            "model": str(model),
-            "dtype": "float32",
-            "enforce_eager": True,
-            "max_model_len": 4608,
-            "block_size": 64,
-            "kv_cache_memory_bytes": 128 << 20,
-            "max_num_seqs": 8,
-            "enable_prefix_caching": False,
-            "seed": 0,
-            "disable_log_stats": False,
-        }
         began = time.monotonic()
         with log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -100,7 +104,7 @@ class Engine:
                 start_new_session=True,
             )
         try:
-            self._send(defaults | arguments)
+            self._send(arguments_for(model) | arguments)
             self._receive(START_TIMEOUT_S)
         except BaseException:
             self.kill()
@@ -110,6 +114,10 @@ class Engine:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def reopen(self, model: Path, **arguments: Any) -> None:
+        """End it and start another one in the same process; only for an engine of one process."""
+        self.ask("reopen", timeout_s=START_TIMEOUT_S, **(arguments_for(model) | arguments))
 
     def generate(self, prompts: Sequence[Prompt], **params: Any) -> list[dict[str, Any]]:
         """One answer per prompt: tokens, finish, cached_tokens, ttft_s, logprobs if `logprobs=1`."""

@@ -42,6 +42,16 @@ class Driver:
         self._llm = self._make(**arguments)
         return "ready"
 
+    def until_hit(self, prompt: dict[str, Any]) -> int:
+        """Ask the same until a part of it is cached; how often that was."""
+        deadline = time.monotonic() + STEP_TIMEOUT_S
+        for count in range(1, 1_000_000):
+            if self.generate([prompt])[0]["cached_tokens"]:
+                return count
+            if time.monotonic() > deadline:
+                raise TimeoutError("nothing is ever cached")
+        raise AssertionError("not reached")
+
     def metrics(self) -> dict[str, float]:
         """vLLM's Prometheus counters."""
         return {found.name: found.value for found in self._llm.get_metrics() if hasattr(found, "value")}
@@ -80,7 +90,7 @@ class Driver:
 
     def converse(
         self, *, conversations: int, turns: int, opening_tokens: int, turn_tokens: int, answer_tokens: int,
-        limit_s: float, seed: int,
+        limit_s: float, seed: int, vocabulary: int = 40_000,
     ) -> dict[str, Any]:  # fmt: skip
         """Many conversations at once, for `limit_s`: the next turn of each follows its last answer at once.
 
@@ -91,7 +101,7 @@ class Driver:
         params = self._sampling({"max_tokens": answer_tokens})
         words = random.Random(seed)
         done: list[dict[str, Any]] = []
-        talks = {each: Talk(words, opening_tokens, turn_tokens) for each in range(conversations)}
+        talks = {each: Talk(words, opening_tokens, turn_tokens, vocabulary) for each in range(conversations)}
         running: dict[str, int] = {}
         began = time.monotonic()
 
@@ -113,7 +123,7 @@ class Driver:
                 done.append(found | size | {"at_s": time.monotonic() - began})
                 talks[each].next(answer)
                 if talks[each].turn == turns:
-                    talks[each] = Talk(words, opening_tokens, turn_tokens)
+                    talks[each] = Talk(words, opening_tokens, turn_tokens, vocabulary)
                 ask(each)
         seconds = time.monotonic() - began
         engine.abort_request(list(running))
@@ -136,9 +146,10 @@ class Driver:
 class Talk:
     """One conversation: all tokens that were said."""
 
-    def __init__(self, words: random.Random, opening_tokens: int, turn_tokens: int) -> None:
+    def __init__(self, words: random.Random, opening_tokens: int, turn_tokens: int, vocabulary: int) -> None:
         self.words = random.Random(words.random())
         self.turn_tokens = turn_tokens
+        self.vocabulary = vocabulary
         self.said = self._speak(opening_tokens)
         self.turn = 0
 
@@ -147,7 +158,7 @@ class Talk:
         self.turn += 1
 
     def _speak(self, count: int) -> list[int]:
-        return [self.words.randrange(100, 40_000) for _ in range(count)]
+        return [self.words.randrange(100, self.vocabulary) for _ in range(count)]
 
 
 def _described(output: Any) -> dict[str, Any]:
