@@ -42,11 +42,11 @@ def daemon(config: Path, socket: Path, *arguments: str) -> Iterator[subprocess.P
 
 
 def write_config(folder: Path, *, socket: Path | None, chunk_tokens: int = CHUNK_TOKENS, more: str = "") -> Path:
-    """A configuration with 256 MiB of host memory, and more tiers as YAML lines."""
+    """A configuration with 1 GiB of host memory, and more tiers as YAML lines."""
     path = folder / "lmcache.yaml"
     lines = [f"chunk_tokens: {chunk_tokens}", "socket_timeout: 5s"]  # for a machine that is busy with other tests
     lines += [f"socket: {socket}"] if socket is not None else []
-    path.write_text("\n".join([*lines, "tiers:", "  - {name: host, backend: memory, capacity: 256MiB}", more, ""]))
+    path.write_text("\n".join([*lines, "tiers:", "  - {name: host, backend: memory, capacity: 1GiB}", more, ""]))
     return path
 
 

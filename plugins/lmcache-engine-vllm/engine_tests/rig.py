@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -19,10 +20,12 @@ import torch
 from vllm.config import (
     CacheConfig,
     DeviceConfig,
+    KVEventsConfig,
     KVTransferConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
@@ -38,7 +41,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -78,6 +81,8 @@ class Rig:
         policy: str = "recompute",
         windows: Sequence[int] = (),
         ahead: bool = False,
+        events: bool = False,
+        drafts: int = 0,
         **extra: Any,
     ) -> None:
         model_config = ModelConfig(
@@ -92,18 +97,25 @@ class Rig:
                 "config": str(config), "weights": weights or f"rig{next(_numbers)}", "lookup_timeout_s": 5, **extra
             },
         )  # fmt: skip
+        parallel = ParallelConfig()
+        speculative = SpeculativeConfig(
+            method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=3, target_model_config=model_config,
+            target_parallel_config=parallel,
+        ) if drafts else None  # fmt: skip
         self.vllm_config = VllmConfig(
+            speculative_config=speculative,
             model_config=model_config,
             cache_config=CacheConfig(
                 block_size=block_tokens, gpu_memory_utilization=0.5, enable_prefix_caching=prefix_caching
             ),
-            parallel_config=ParallelConfig(),
+            parallel_config=parallel,
             device_config=DeviceConfig("cpu"),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=8, max_num_batched_tokens=batched_tokens, max_model_len=4096,
                 enable_chunked_prefill=True, is_encoder_decoder=False, async_scheduling=ahead,
             ),
             kv_transfer_config=transfer,
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         )  # fmt: skip
         self.vllm_config.cache_config.num_gpu_blocks = blocks
         self.block_tokens = block_tokens
@@ -134,6 +146,12 @@ class Rig:
             log_stats=True,
         )
         self.connector = self.scheduler.connector
+        self.published: list[Any] = []
+        """Events for routers."""
+        if events:
+            self.scheduler.kv_event_publisher = SimpleNamespace(
+                publish=lambda batch: self.published.extend(batch.events), shutdown=lambda: None
+            )
         card = self.worker.get_handshake_metadata()
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): card})
         init_none_hash(sha256)
@@ -146,6 +164,7 @@ class Rig:
         self.answers: dict[str, list[int]] = {}
         self._running_ahead: list[tuple[Any, Any]] = []
         self._ahead = ahead
+        self._drafts = drafts
         self._counted: dict[str, float] = {}
         self.loads: list[Any] = []
         self.stores: list[Any] = []
@@ -197,6 +216,8 @@ class Rig:
                 for answer in answers.outputs:
                     if answer.finish_reason is not None:
                         self.finishes[answer.request_id] = str(answer.finish_reason)
+        if self._drafts:
+            self.scheduler.update_draft_token_ids(self._guess())
         return output
 
     def abort(self, name: str) -> None:
@@ -248,20 +269,40 @@ class Rig:
             request = self.scheduler.requests[name]
             tokens = [*request.prompt_token_ids, *self.answers.get(name, ())]  # what the worker itself sampled
             done = computed[name]
-            patterns = pattern(tokens)
+            guesses = output.scheduled_spec_decode_tokens.get(name, [])
+            patterns = pattern([*tokens, *guesses])
             for group, window in enumerate(self.windows):
                 blocks = self.scheduler.kv_cache_manager.get_block_ids(name)[group]
                 first = max(0, done - window + 1) if window else 0
                 self._check(name, blocks, patterns, first, done, group)
-                for position in range(done, min(done + count, len(tokens))):
+                for position in range(done, min(done + count, len(patterns))):
                     block, offset = divmod(position, self.block_tokens)
                     for layer in range(LAYERS):
                         self.kv[layer, blocks[block], offset] = patterns[position] + group * LAYERS + layer
             self.history.setdefault(name, []).append(count)
             self.cached.setdefault(name, done)
-            sampled[name] = [int(patterns[-1]) % 60_000 + 2] if done + count >= len(tokens) else []
+            sampled[name] = self._sample(tokens, guesses) if done + count >= len(tokens) else []
             self.answers.setdefault(name, []).extend(sampled[name])
         return sampled
+
+    def _sample(self, tokens: Sequence[int], guesses: Sequence[int]) -> list[int]:
+        """The guesses that are right, and the token after them."""
+        said = list(tokens)
+        for guess in [*guesses, -1]:
+            said.append(answer_to(said))
+            if said[-1] != guess:
+                break
+        return said[len(tokens) :]
+
+    def _guess(self) -> DraftTokenIds:
+        """For each request that is being answered: one guess that is right, then wrong ones."""
+        names, guesses = [], []
+        for name, request in self.scheduler.requests.items():
+            if self.answers.get(name) and not request.is_finished():
+                said = [*request.prompt_token_ids, *self.answers[name]]
+                names.append(name)
+                guesses.append([answer_to(said), *([1] * (self._drafts - 1))])
+        return DraftTokenIds(names, guesses)
 
     def _check(self, name: str, blocks: Sequence[int], patterns: Any, first: int, stop: int, group: int) -> None:
         for position in range(first, stop):
@@ -290,6 +331,11 @@ def pattern(tokens: Sequence[int]) -> Any:
         state.update(int(token).to_bytes(4, "little"))
         values[position] = int.from_bytes(state.digest(), "little")
     return values
+
+
+def answer_to(tokens: Sequence[int]) -> int:
+    """The token that this model says next."""
+    return int(pattern(tokens)[-1]) % 60_000 + 2
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:

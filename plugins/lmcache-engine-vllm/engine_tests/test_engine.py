@@ -108,9 +108,10 @@ def test_aborted_while_it_loads_a_request_leaves_the_others_alone(bench: Bench) 
     assert same(engine.one(prompt(1000, 1000), **ASK), bench.expected[1000])
 
 
-def test_in_half_precision_a_hit_is_what_vllms_own_hit_is(bench: Bench) -> None:
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_e4m3"])
+def test_in_half_precision_a_hit_is_what_vllms_own_hit_is(bench: Bench, cache_dtype: str) -> None:
     """A miss may differ: it is computed in other shapes."""
-    half: dict[str, Any] = {"dtype": "bfloat16"}
+    half: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": cache_dtype}
     engine = bench.open(cached=False, enable_prefix_caching=True, **half)
     tokens = prompt(15 * CHUNK + 20, 7)
     engine.one(tokens, **ASK)

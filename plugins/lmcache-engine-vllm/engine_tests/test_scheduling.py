@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rig import Rig, config_folder, pattern, prompt
+import torch
+from rig import Rig, answer_to, config_folder, prompt
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+from lmcache_core import NamespaceError
+from lmcache_engine_vllm.geometry import check_groups
+from lmcache_engine_vllm.prompts import chain_of
 
 CHUNK = 64
 
@@ -139,11 +150,7 @@ def test_an_aborted_request_leaves_no_block_behind(rig: Callable[..., Rig], step
     engine.run()
     assert engine.free_blocks == 255
     assert engine.connector._scheduler._in_flight == {}
-    assert engine.answers[engine.ask(tokens)] == [expected_answer(tokens)]
-
-
-def expected_answer(tokens: list[int]) -> int:
-    return int(pattern(tokens)[-1]) % 60_000 + 2
+    assert engine.answers[engine.ask(tokens)] == [answer_to(tokens)]
 
 
 def losing(engine: Rig, chunk: int) -> None:
@@ -190,7 +197,7 @@ def test_where_vllm_is_told_to_a_failed_load_fails_its_request_alone(rig: Callab
     other = engine.add(prompt(200, seed=5))
     engine.run()
     assert engine.finishes[failed] == "error"
-    assert engine.answers[other] == [expected_answer(prompt(200, seed=5))]
+    assert engine.answers[other] == [answer_to(prompt(200, seed=5))]
     assert engine.free_blocks == 255
 
 
@@ -235,7 +242,7 @@ def test_a_sliding_window_is_restored_with_the_rest(rig: Callable[..., Rig], win
     first.ask(tokens)
     name = second.ask(tokens, answer_tokens=20)
     assert second.cached[name] == 7 * CHUNK
-    assert second.answers[name][0] == expected_answer(tokens)
+    assert second.answers[name][0] == answer_to(tokens)
     window_part = second.loads[0].parts[1]
     assert window_part.stop - window_part.start < 7, "all of it was loaded, not the window alone"
 
@@ -248,7 +255,7 @@ def test_with_a_window_too_a_whole_prompt_is_restored_right(rig: Callable[..., R
     first.ask(tokens)
     name = second.ask(tokens, answer_tokens=3)
     assert second.cached[name] in (6 * CHUNK - 1, 5 * CHUNK)
-    assert second.answers[name][0] == expected_answer(tokens)
+    assert second.answers[name][0] == answer_to(tokens)
 
 
 def test_a_failed_load_of_several_groups_is_computed_anew(rig: Callable[..., Rig]) -> None:
@@ -259,7 +266,7 @@ def test_a_failed_load_of_several_groups_is_computed_anew(rig: Callable[..., Rig
     losing(engine, 5)
     name = engine.ask(tokens)
     assert sum(engine.history[name]) == 400
-    assert engine.answers[name] == [expected_answer(tokens)]
+    assert engine.answers[name] == [answer_to(tokens)]
 
 
 def test_after_a_reset_nothing_is_found_and_all_is_stored_anew(rig: Callable[..., Rig]) -> None:
@@ -334,3 +341,116 @@ def test_a_salt_that_cannot_be_part_of_a_key_costs_that_request_its_caching(rig:
         name = engine.ask(prompt(200), cache_salt="no spaces, please")
         assert engine.cached[name] == 0
     assert not engine.stores
+
+
+def test_when_all_is_done_nothing_is_held(rig: Callable[..., Rig]) -> None:
+    engine = rig(prefix_caching=True)
+    tokens = prompt(300)
+    engine.ask(tokens)
+    engine.ask(prompt(100, seed=1))
+    engine.scheduler.reset_prefix_cache()
+    engine.ask(tokens)
+    engine.abort(engine.add(tokens))
+    engine.run()
+    half = engine.connector._scheduler
+    held = (half._tracked, half._unstored, half._in_flight, half._coming, half._ranks_left, half.storing)
+    assert not any(held)
+    deadline = time.monotonic() + 30
+    while half._cache.daemon_status()["leases"]:
+        assert time.monotonic() < deadline, "a lease is left"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("field", ["image", "embeds"])
+def test_what_is_no_token_is_part_of_the_key_from_where_it_lies_on(rig: Callable[..., Rig], field: str) -> None:
+    engine = rig()
+    tokens = prompt(300)
+
+    def fields(content: str) -> dict[str, Any]:
+        if field == "image":
+            position = SimpleNamespace(offset=130, length=100, get_num_embeds=lambda: 0)
+            return {"mm_features": [SimpleNamespace(modality="image", identifier=content, mm_position=position)]}
+        rows = torch.zeros(300, 4)
+        rows[130:230] = float(len(content))
+        return {"prompt_embeds": rows}
+
+    def chain(content: str) -> tuple[bytes, ...]:
+        request = SimpleNamespace(
+            prompt_token_ids=tokens, all_token_ids=tokens, prompt_is_token_ids=None,
+            **{"mm_features": [], "prompt_embeds": None, **fields(content)},
+        )  # fmt: skip
+        model = engine.connector._scheduler._namespaces.model(SimpleNamespace(lora_request=None, cache_salt=None))
+        return chain_of(request, model, 300).digests
+
+    one, other = chain("a"), chain("bb")
+    assert one == chain("a")
+    assert [a == b for a, b in zip(one, other, strict=True)] == [True, True, False, False]
+
+
+def test_an_adapter_is_told_apart_by_its_content(rig: Callable[..., Rig], tmp_path: Path) -> None:
+    engine = rig()
+    models = []
+    for content in (b"one", b"two"):
+        folder = tmp_path / content.decode()
+        folder.mkdir()
+        (folder / "adapter_model.safetensors").write_bytes(content)
+        lora = LoRARequest("style", 1, str(folder))
+        request = SimpleNamespace(lora_request=lora, cache_salt=None)
+        deadline = time.monotonic() + 30
+        while (model := engine.connector._scheduler._namespaces.model(request)) is None:
+            assert time.monotonic() < deadline
+        models.append(model.family)
+    assert models[0] != models[1]
+    assert models[0].adapter.startswith("style@sha256:")
+
+
+def test_an_adapter_that_cannot_be_read_costs_its_requests_their_caching(rig: Callable[..., Rig]) -> None:
+    engine = rig()
+    lora = LoRARequest("gone", 1, "/nowhere")
+    for _ in range(3):
+        assert engine.cached[engine.ask(prompt(200), lora_request=lora)] == 0
+    assert not engine.stores
+
+
+def test_ranks_that_do_not_agree_cache_nothing(rig: Callable[..., Rig], caplog: pytest.LogCaptureFixture) -> None:
+    engine = rig()
+    card = engine.worker.get_handshake_metadata()
+    other = replace(card, identity=replace(card.identity, weights="others"))
+    engine.connector._scheduler._namespaces = None
+    with caplog.at_level(logging.WARNING, "vllm.lmcache"):
+        engine.connector._scheduler.meet([card, other])
+    engine.ask(prompt(200))
+    assert not engine.stores
+    assert "the ranks do not agree" in caplog.text
+
+
+def test_stored_chunks_are_announced_once_they_are_there(rig: Callable[..., Rig]) -> None:
+    engine = rig(events=True)
+    tokens = prompt(200)
+    name = engine.add(tokens)
+    hashes = list(engine.scheduler.requests[name].block_hashes)
+    engine.run()
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.ask(prompt(10))
+    stored, *cleared = engine.published
+    assert stored.block_hashes == [maybe_convert_block_hash(each) for each in hashes[:12]]
+    assert (stored.token_ids, stored.block_size, stored.medium) == (tokens[:192], 16, "CPU")
+    assert {type(event).__name__ for event in cleared} == {"AllBlocksCleared"}
+
+
+def test_guesses_that_were_wrong_are_never_stored(rig: Callable[..., Rig]) -> None:
+    first, second = rig(weights="drafts", drafts=3, save_decode=True), rig(weights="drafts")
+    tokens = prompt(100)
+    name = first.ask(tokens, answer_tokens=120)
+    said = [*tokens, *first.answers[name]]
+    assert len(first.history[name]) < 100, "no guess was right: the test shows little"
+    asked = second.ask(said)
+    assert second.cached[asked] == 192
+    assert second.answers[asked] == [answer_to(said)]
+
+
+def test_states_of_which_no_prefix_can_be_kept_are_refused() -> None:
+    spec = MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,))
+    groups = [KVCacheGroupSpec(["model.layers.0.mixer"], spec)]
+    with pytest.raises(NamespaceError, match="KV cache group 0: MambaSpec is not supported"):
+        check_groups(KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups))

@@ -17,6 +17,7 @@ from .stats import Stats
 log = logging.getLogger("vllm.lmcache.worker")
 
 _MAX_SHARDS: Final = 1024
+_OTHERS_S: Final = 0.001
 
 
 @dataclass(slots=True, eq=False)
@@ -108,16 +109,14 @@ class WorkerHalf:
             job.add_done_callback(lambda result, store_id=store.store_id: self._part_stored(store_id, result))  # type: ignore[misc]
 
     def wait(self, timeout_s: float) -> None:
-        """Until something has ended, at most `timeout_s`, and not at all when nothing is on its way."""
-        with self._changed:
-            if (self._loading or self._storing) and not (self._arrived or self._stored):
-                self._changed.wait(timeout_s)
+        """In a step that has nothing to do: until a transfer of this rank has ended, at most `timeout_s`.
 
-    def pause(self, timeout_s: float) -> None:
-        """Give way to the other threads of the machine in a step that has nothing to do."""
+        Only briefly where this rank has none: another one may be about to report.
+        """
         with self._changed:
             if not (self._arrived or self._stored):
-                self._changed.wait(timeout_s)
+                own = self._loading or self._storing
+                self._changed.wait(timeout_s if own else min(timeout_s, _OTHERS_S))
 
     def arrivals(self) -> Arrivals:
         """The loads that have ended, each once."""
