@@ -83,6 +83,7 @@ class Rig:
         ahead: bool = False,
         events: bool = False,
         drafts: int = 0,
+        role: str = "kv_both",
         **extra: Any,
     ) -> None:
         model_config = ModelConfig(
@@ -91,7 +92,7 @@ class Rig:
         transfer = KVTransferConfig(
             kv_connector="LMCacheCoreConnector",
             kv_connector_module_path="lmcache_engine_vllm",
-            kv_role="kv_both",
+            kv_role=role,
             kv_load_failure_policy=policy,
             kv_connector_extra_config={
                 "config": str(config), "weights": weights or f"rig{next(_numbers)}", "lookup_timeout_s": 5, **extra
@@ -172,8 +173,10 @@ class Rig:
 
     # Requests.
 
-    def add(self, tokens: Sequence[int], *, answer_tokens: int = 1, name: str = "", **fields: Any) -> str:
-        params = SamplingParams(max_tokens=answer_tokens, ignore_eos=True)
+    def add(
+        self, tokens: Sequence[int], *, answer_tokens: int = 1, name: str = "", anew: bool = False, **fields: Any
+    ) -> str:
+        params = SamplingParams(max_tokens=answer_tokens, ignore_eos=True, skip_reading_prefix_cache=anew)
         params.update_from_generation_config({}, 1)
         request = Request(
             request_id=name or f"r{next(_numbers)}",

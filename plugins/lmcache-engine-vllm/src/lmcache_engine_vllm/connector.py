@@ -59,6 +59,8 @@ class LMCacheCoreConnector(KVConnectorBase_V1, SupportsHMA):
                 key_secret=self._config.key_secret,
                 prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
                 speculative=vllm_config.speculative_config is not None,
+                loads=self._kv_transfer_config.kv_role != "kv_producer",
+                stores=self._kv_transfer_config.kv_role != "kv_consumer",
                 events=_events_of(vllm_config, kv_cache_config),
             )
             if getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute") == "fail":

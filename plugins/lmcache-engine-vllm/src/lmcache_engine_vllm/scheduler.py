@@ -73,6 +73,8 @@ class SchedulerHalf:
         key_secret: str,
         prefix_caching: bool,
         speculative: bool,
+        loads: bool = True,
+        stores: bool = True,
         events: KVEvents | None = None,
     ) -> None:
         self.stats = Stats()
@@ -82,6 +84,7 @@ class SchedulerHalf:
         self._key_secret = key_secret
         self._prefix_caching = prefix_caching
         self._speculative = speculative
+        self._may_load, self._may_store = loads, stores
         self._lookups = Lookups(cache, timeout_s=settings.lookup_timeout_s)
         self._session = uuid.uuid4().hex[:12]
         self._namespaces: Namespaces | None = None
@@ -158,14 +161,17 @@ class SchedulerHalf:
         limit = prompt_tokens if not self._settings.save_decode else 1 << 62
         tracked = _Tracked(request, chain, f"{self._session}/{request.request_id}", limit)
         self._tracked[request.request_id] = tracked
-        self._unstored[request.request_id] = tracked
-        if not getattr(request, "skip_reading_prefix_cache", False):
+        if self._may_store:
+            self._unstored[request.request_id] = tracked
+        if not self._may_load or getattr(request, "skip_reading_prefix_cache", False):
+            tracked.refused = True
+        else:
             self._ask(tracked)
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after `local_tokens` can be loaded; None while that is not known yet."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or tracked.refused or getattr(request, "skip_reading_prefix_cache", False):
+        if tracked is None or tracked.refused:
             return 0, False
         hit = self._answer(tracked)
         if hit is None:
@@ -258,7 +264,8 @@ class SchedulerHalf:
                 tracked = self._tracked.get(request_id)
                 if tracked is not None:
                     tracked.refused, tracked.stored = True, chunk
-                    self._unstored[request_id] = tracked
+                    if self._may_store:
+                        self._unstored[request_id] = tracked
         for request_id in received:
             self._loaded(request_id, report)
 
@@ -343,10 +350,9 @@ class SchedulerHalf:
     def _plan_store(self, tracked: _Tracked, scheduled: int, meta: StepMetadata) -> None:
         """Store the chunks that this step completes, and keep their blocks until that is done."""
         request = tracked.request
-        margin = 1 if self._speculative else 0
-        known = min(tracked.limit, request.num_tokens - margin if self._settings.save_decode else request.num_tokens)
-        if any(part.draft for part in self._parts):
-            known = min(known, request.num_tokens - 1)
+        # A draft's KV at the last known token is a guess at the next one.
+        guessed = 1 if self._speculative or any(part.draft for part in self._parts) else 0
+        known = min(tracked.limit, request.num_tokens - guessed)
         stop = min(request.num_computed_tokens + scheduled, known) // self.chunk_tokens
         if stop > tracked.stored:
             self._store(tracked, stop, meta)
