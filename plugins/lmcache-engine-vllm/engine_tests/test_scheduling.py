@@ -102,6 +102,7 @@ def test_a_prompt_that_vllm_has_as_far_as_we_do_is_not_loaded(rig: Callable[...,
     name = engine.ask(tokens)
     assert engine.cached[name] == 192
     assert not engine.loads
+    assert len(engine.stores) == 1, "it is not offered for storing again either"
 
 
 def test_of_two_requests_that_want_the_same_chunks_one_loads_them(rig: Callable[..., Rig]) -> None:
@@ -472,3 +473,15 @@ def test_a_request_that_wants_the_logits_of_its_prompt_is_computed_whole(rig: Ca
     tokens = prompt(200)
     engine.ask(tokens)
     assert engine.cached[engine.ask(tokens, anew=True)] == 0
+
+
+def test_a_chunk_that_a_window_has_left_in_part_is_not_stored(rig: Callable[..., Rig]) -> None:
+    engine = rig(windows=(20,), batched_tokens=100)
+    tokens = prompt(400)
+    engine.ask(tokens)
+    parts = [part for store in engine.stores for part in store.parts if part.group == 1]
+    assert all(block for part in parts for block in part.block_ids), "vLLM's null block holds nothing"
+    assert len(parts) < len(engine.stores) or any(part.start for part in parts)
+    name = engine.ask(tokens)
+    assert 0 < engine.cached[name] <= 6 * CHUNK
+    assert engine.answers[name] == [answer_to(tokens)]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lmcache_core import Cache, Chain, Hit, NamespaceError
+from lmcache_core import Cache, Chain, GroupKind, Hit, NamespaceError
 
 from .geometry import Rectangle
 from .kv_events import KVEvents
@@ -96,6 +96,8 @@ class SchedulerHalf:
         self._unstored: dict[str, _Tracked] = {}
         self._loads: list[Load] = []
         self._in_flight: dict[str, _Loading] = {}
+        self._failed: set[str] = set()
+        """Requests of these of which some rank could not load everything."""
         self._coming: Counter[bytes] = Counter()
         """Chunks that are on their way into blocks."""
         self._ranks_left: dict[int, int] = {}
@@ -195,6 +197,8 @@ class SchedulerHalf:
         if not external_tokens or hit is None:
             self._lookups.release(tracked.lookup)
             tracked.lookup = None  # should it be preempted, more may be there by then
+            if hit is not None and all(part.kind is GroupKind.FULL for part in self._parts):
+                tracked.stored = max(tracked.stored, hit.chunks)  # vLLM has it too
             return
         start, end = tracked.start, tracked.start + external_tokens
         parts = tuple(part for own in self._parts if (part := load_part(own, block_ids[own.group], start, end)))
@@ -260,6 +264,7 @@ class SchedulerHalf:
                     if self.events is not None:
                         self.events.stored(store_id, whole=store_id not in self._dropped)
                     self._dropped.discard(store_id)
+            self._failed |= report.failed.keys() & self._in_flight.keys()
             for request_id, chunk in report.failed.items():
                 tracked = self._tracked.get(request_id)
                 if tracked is not None:
@@ -267,7 +272,7 @@ class SchedulerHalf:
                     if self._may_store:
                         self._unstored[request_id] = tracked
         for request_id in received:
-            self._loaded(request_id, report)
+            self._loaded(request_id)
 
     def reset(self) -> None:
         """Nothing stored so far is found any more, and what runs now stores nothing: the weights may be others."""
@@ -318,7 +323,7 @@ class SchedulerHalf:
             self._asking = True
         return None
 
-    def _loaded(self, request_id: str, report: WorkerReport | None) -> None:
+    def _loaded(self, request_id: str) -> None:
         loading = self._in_flight.pop(request_id, None)
         if loading is None:
             return
@@ -328,7 +333,8 @@ class SchedulerHalf:
                 del self._coming[digest]
         self._lookups.release(loading.lookup)
         seconds = time.monotonic() - loading.began
-        failed = report is not None and request_id in report.failed
+        failed = request_id in self._failed
+        self._failed.discard(request_id)
         self.stats.add(load_seconds=seconds, failed_loads=int(failed))
         log.info(
             "%s: %d tokens %s in %.1f ms, %d of them in host memory",
