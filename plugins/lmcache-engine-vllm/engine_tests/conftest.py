@@ -41,12 +41,12 @@ def daemon(config: Path, socket: Path, *arguments: str) -> Iterator[subprocess.P
         process.wait()
 
 
-def write_config(folder: Path, *, socket: Path | None, chunk_tokens: int = CHUNK_TOKENS, more: str = "") -> Path:
-    """A configuration with 1 GiB of host memory, and more tiers as YAML lines."""
+def write_config(folder: Path, *, socket: Path | None, patience: str = "5s") -> Path:
+    """A configuration with 1 GiB of host memory; `patience` with the daemon is for a machine that is busy."""
     path = folder / "lmcache.yaml"
-    lines = [f"chunk_tokens: {chunk_tokens}", "socket_timeout: 5s"]  # for a machine that is busy with other tests
+    lines = [f"chunk_tokens: {CHUNK_TOKENS}", f"socket_timeout: {patience}"]
     lines += [f"socket: {socket}"] if socket is not None else []
-    path.write_text("\n".join([*lines, "tiers:", "  - {name: host, backend: memory, capacity: 1GiB}", more, ""]))
+    path.write_text("\n".join([*lines, "tiers:", "  - {name: host, backend: memory, capacity: 1GiB}", ""]))
     return path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,12 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import daemon, write_config
 from rig import Rig, answer_to, config_folder, prompt
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_core import NamespaceError
+from lmcache_engine_vllm import LMCacheCoreConnector, register
 from lmcache_engine_vllm.geometry import check_groups
 from lmcache_engine_vllm.prompts import chain_of
 
@@ -485,3 +490,41 @@ def test_a_chunk_that_a_window_has_left_in_part_is_not_stored(rig: Callable[...,
     name = engine.ask(tokens)
     assert 0 < engine.cached[name] <= 6 * CHUNK
     assert engine.answers[name] == [answer_to(tokens)]
+
+
+def test_vllm_is_told_where_a_hit_came_from(rig: Callable[..., Rig]) -> None:
+    engine = rig()
+    tokens = prompt(200)
+    engine.ask(tokens)
+    told: list[Any] = []
+    ask = engine.connector.get_external_cache_hit_sources
+    engine.connector.get_external_cache_hit_sources = lambda *arguments: told.append(ask(*arguments)) or told[-1]
+    engine.ask(tokens)
+    assert told == [{CacheHitSource.HOST: 192}]
+
+
+def test_the_plugin_entry_point_makes_the_connector_known_by_its_name() -> None:
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class_by_name("LMCacheCoreConnector") is LMCacheCoreConnector
+
+
+def test_a_daemon_that_hangs_costs_a_recompute_and_is_used_again_when_it_goes_on(model: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path, socket=tmp_path / "s", patience="250ms")
+    tokens = prompt(200)
+    with daemon(config, tmp_path / "s") as process:
+        engine = Rig(model, config, load_timeout_s=0.5)
+        engine.ask(tokens)
+        name = engine.add(tokens)
+        assert engine.connector._scheduler._tracked[name].lookup.wait(30)
+        process.send_signal(signal.SIGSTOP)  # it is known to be there, and does not come
+        engine.run()
+        other = engine.ask(prompt(200, seed=1))
+        process.send_signal(signal.SIGCONT)
+        assert sum(engine.history[name]) == 200
+        assert engine.answers[name] == [answer_to(tokens)]
+        assert engine.cached[other] == 0
+        deadline = time.monotonic() + 60
+        while engine.cached[engine.ask(tokens)] != 192:
+            assert time.monotonic() < deadline
+        engine.close()
