@@ -9,6 +9,7 @@ Chunks and blocks have 64 tokens on every side.  Engines whose turn it is not ar
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -83,6 +84,10 @@ def _memory_rows(
             note = f"limit: vLLM's own prefix cache; tokens not computed: {cached}; {equal}"
             row = f"hit, {length:,} tokens"
             yield measured.row("vllm", row, "ms", f"hit {length}", _ms, must=must, note=note)
+            if measured.values("ours", f"load {length}", _ms):
+                note = "from the step that starts it to the step that hears of its end; the rest is vLLM's"
+                row = f"hit, {length:,} tokens, of it the load"
+                yield measured.row("vllm", row, "ms", f"load {length}", _ms, peer="none", note=note)
         note = "limit: vLLM alone; what a hit saves, and that a miss costs no more with us"
         yield measured.row("vllm", f"miss, {computed:,} tokens", "ms", f"miss {computed}", _ms, note=note)
 
@@ -110,6 +115,8 @@ def _hits(engine: Engine, prompts: Mapping[int, tuple[int, ...]], seen: Seen) ->
                 seen.cached[length] = answers[0]["cached_tokens"]
                 seen.tokens.append(answers[0]["tokens"][0])
                 figures[f"hit {length}"] = statistics.median(answer["ttft_s"] for answer in answers)
+                if loads := _loads_s(engine.log)[-HITS:]:
+                    figures[f"load {length}"] = statistics.median(loads)
     finally:
         engine.pause()
     return figures
@@ -126,6 +133,11 @@ def _hit(engine: Engine, tokens: list[int], count: int) -> list[dict[str, Any]]:
         elif time.monotonic() > deadline:
             raise NotHit(f"{len(tokens)} tokens, {answer['cached_tokens']} of them cached")
     return answers
+
+
+def _loads_s(log: Path) -> list[float]:
+    """How long each load took, from the step that started it to the step that heard of its end."""
+    return [float(found) / 1e3 for found in re.findall(r"tokens loaded in ([0-9.]+) ms", log.read_text())]
 
 
 def _equal_tokens(seen: Mapping[str, Seen]) -> str:
