@@ -234,7 +234,7 @@ def _engine(options: Options, vllm: vllms.Vllm, model: Path, name: str, **argume
     """An engine that has been warmed up, and is stopped until it is told to go on."""
     log = options.directory / f"{name}.log"
     memory = {"kv_cache_memory_bytes": KV_NBYTES, "max_num_seqs": 4}
-    with vllms.start(vllm, model, log, **memory, **arguments) as engine:
+    with vllms.start(options, vllm, model, log, **memory, **arguments) as engine:
         engine.one(_prompt(300, 0))
         engine.one(_prompt(300, 0), max_tokens=2)
         engine.pause()

@@ -44,13 +44,17 @@ def rows(options: Options) -> Iterator[Row]:
     requests = 8 if options.quick else 48
     with ExitStack() as stack:
         served = stack.enter_context(serve(options.directory / "d", 2 * GiB, chunk_tokens=vllms.BLOCK_TOKENS))
-        both = {"kv_cache_memory_bytes": KV_NBYTES, "max_num_seqs": 8, "enable_prefix_caching": True}
+        both = {
+            "kv_cache_memory_bytes": KV_NBYTES,
+            "max_num_seqs": 8,
+            "enable_prefix_caching": True,
+        }
         transfer = vllms.ours(served.socket, options.directory)
         ours = stack.enter_context(
-            vllms.start(vllm, model, options.directory / "ours.log", kv_transfer_config=transfer, **both)
+            vllms.start(options, vllm, model, options.directory / "ours.log", kv_transfer_config=transfer, **both)
         )
         ours.pause()
-        alone = stack.enter_context(vllms.start(vllm, model, options.directory / "alone.log", **both))
+        alone = stack.enter_context(vllms.start(options, vllm, model, options.directory / "alone.log", **both))
         alone.pause()
         for load, name, prompts in (
             ("no hits", f"{requests} random prompts of {RANDOM_TOKENS[0]} to {RANDOM_TOKENS[1]} tokens", _random),

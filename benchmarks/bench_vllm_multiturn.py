@@ -66,7 +66,7 @@ def _completed(options: Options, vllm: vllms.Vllm, model: Path, side: str, asked
             arguments["kv_transfer_config"] = vllms.ours(served.socket, options.directory)
         elif side == "peer":
             arguments["kv_transfer_config"] = vllms.offloading(HOST_NBYTES)
-        engine = stack.enter_context(vllms.start(vllm, model, options.directory / f"{side}.log", **arguments))
+        engine = stack.enter_context(vllms.start(options, vllm, model, options.directory / f"{side}.log", **arguments))
         engine.one(range(100, 400), max_tokens=2)
         answer = engine.ask("converse", seed=1, timeout_s=4 * asked["limit_s"] + 60, **asked)
     requests: Requests = answer["completed"]

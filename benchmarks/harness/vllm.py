@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from .measure import Options
 from .peer import BENCHMARKS, ENVIRONMENT, Missing
 
 SUITE: Final = BENCHMARKS.parent / "plugins" / "lmcache-engine-vllm" / "engine_tests"
@@ -102,16 +103,36 @@ def peers(port: int) -> dict[str, Any]:
     }
 
 
-def start(vllm: Vllm, model: Path, log: Path, *, peer: bool = False, **arguments: Any) -> Engine:
-    """An engine as all sides of a comparison have it; `arguments` are those of vllm.LLM."""
+def start(
+    options: Options,
+    vllm: Vllm,
+    model: Path,
+    log: Path,
+    *,
+    peer: bool = False,
+    variables: Mapping[str, str] | None = None,
+    **arguments: Any,
+) -> Engine:
+    """An engine as all sides of a comparison have it; `arguments` are those of vllm.LLM.
+
+    When it only has to be seen to work it gets one thread, and one process where it can: several starve each other on a
+    busy machine.
+    """
     python = vllm.peer_python if peer else vllm.python
     assert isinstance(python, Path)
     shared = {"dtype": "bfloat16", "block_size": BLOCK_TOKENS, "max_num_batched_tokens": 4608}
-    variables = dict(ENVIRONMENT) if peer else {}
+    chosen = dict(ENVIRONMENT) if peer else {}
+    if options.quick and not peer:
+        chosen["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return Engine(
-        model, log, python=python, variables=variables, threads=THREADS, paths=[BENCHMARKS / "peer"],
+        model,
+        log,
+        python=python,
+        variables=chosen | dict(variables or {}),
+        threads=1 if options.quick else THREADS,
+        paths=[BENCHMARKS / "peer"],
         **(shared | arguments),
-    )  # fmt: skip
+    )
 
 
 @contextlib.contextmanager
