@@ -48,7 +48,7 @@ def open_cache(
         config = load_config(config)
     device_name, device = open_device(config.device, config.plugins)
     metrics = Metrics()
-    cache = _open_cache(config, socket, device_name, device, metrics)
+    cache = _open_cache(config, socket, load_timeout_s, device_name, device, metrics)
     if config.trace.path:
         try:
             cache.trace = Trace(config.trace)
@@ -64,7 +64,12 @@ def open_cache(
 
 
 def _open_cache(
-    config: CacheConfig, socket: str | Path | None, device_name: str, device: Device, metrics: Metrics
+    config: CacheConfig,
+    socket: str | Path | None,
+    load_timeout_s: float,
+    device_name: str,
+    device: Device,
+    metrics: Metrics,
 ) -> LocalCache | RemoteCache:
     admission, log_request = config.admission == "auto", request_log(config.log_requests)
     if socket is not None or config.socket is not None:
