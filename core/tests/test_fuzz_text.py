@@ -25,10 +25,11 @@ from lmcache_core.chain import Chain
 from lmcache_core.cli import config as config_commands
 from lmcache_core.cli import incumbent, main
 from lmcache_core.cli.key import prompt_of
-from lmcache_core.config import CacheConfig, load_config, parse_config, settings
+from lmcache_core.config import CacheConfig, load_config, parse_config
 from lmcache_core.errors import CacheError, ConfigError, PluginError
 from lmcache_core.keys import ChunkKey
 from lmcache_core.options import RawOptions
+from lmcache_core.settings import settings
 
 ENVIRON = {"REDIS_PASSWORD": "pw", "ODD": "a: [b", "EMPTY": ""}
 GOOD = """\
