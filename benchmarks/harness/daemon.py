@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lmcache_core.frame import record_nbytes
 from lmcache_core.layout import Layout
@@ -36,12 +36,18 @@ class Served:
 
 
 @contextmanager
-def serve(folder: Path, capacity_nbytes: int) -> Iterator[Served]:
-    """A daemon with a host tier of that size and nothing below; its socket and files lie in `folder`."""
+def serve(
+    folder: Path, capacity_nbytes: int, *, disk: tuple[Path, int] | None = None, chunk_tokens: int | None = None
+) -> Iterator[Served]:
+    """A daemon with a host tier of that size, below it `disk` (path, capacity) if given; its files lie in `folder`."""
     folder.mkdir(exist_ok=True)
     socket, config = folder / "s", folder / "lmcache.yaml"
-    tiers = [{"name": "host", "backend": "memory", "capacity": capacity_nbytes}]
-    config.write_text(json.dumps({"socket": str(socket), "tiers": tiers}))
+    tiers: list[dict[str, Any]] = [{"name": "host", "backend": "memory", "capacity": capacity_nbytes}]
+    if disk is not None:
+        path, capacity = disk
+        tiers.append({"name": "disk", "backend": "disk", "capacity": capacity, "options": {"path": str(path)}})
+    chunks = {} if chunk_tokens is None else {"chunk_tokens": chunk_tokens}
+    config.write_text(json.dumps({"socket": str(socket), "tiers": tiers, **chunks}))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE")}
     command = [sys.executable, "-m", "lmcache_core.cli", "serve", "--config", str(config)]
     began = time.perf_counter()

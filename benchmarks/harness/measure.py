@@ -39,6 +39,8 @@ class Options:
     directory: Path
     """An empty folder on the file system to measure; removed afterwards."""
     peer: Peer | Missing
+    out: Path | None = None
+    """Where plots and reports go, of benchmarks that have some."""
 
 
 def seconds(work: Callable[[], object]) -> float:

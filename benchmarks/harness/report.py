@@ -23,6 +23,7 @@ HIGHER_IS_BETTER: Final = {
     "MiB": False,
     "s": False,
     "% of mean": True,
+    "requests": True,
 }
 """Every unit a row may have.  A ratio above 1 means that ours is better, whichever way the unit runs."""
 

@@ -546,6 +546,36 @@ class ForgetsQuietly(Model):
             super().put(key, data)
 
 
+@breaks("buffers_are_let_go_after_a_fault")
+class KeepsItsFault(Model):
+    """The frame of `get` holds the exception, whose traceback holds the frame, which holds a view."""
+
+    def get(self, key: ChunkKey, into: memoryview) -> int | None:
+        part = into[:]
+        try:
+            return super().get(key, part)
+        except BackendError as error:
+            fault = error
+            raise fault from None
+
+
+@breaks("buffers_are_let_go_after_a_fault")
+class AnswersWithItsFault(Model):
+    """As in a loop that gathers results: each keeps the frames that it came through."""
+
+    def put_many(
+        self, keys: Sequence[ChunkKey], data: Sequence[memoryview], *, timeout_s: float
+    ) -> list[BackendError | None]:
+        results: list[BackendError | None] = []
+        for key, buffer in zip(keys, data, strict=True):
+            part = buffer[:]
+            try:
+                results.append(self.put(key, part))  # type: ignore[func-returns-value]
+            except BackendError as error:
+                results.append(error)
+        return results
+
+
 @breaks("calls_after_close_are_backend_errors")
 class CrashesAfterClose(Model):
     def close(self) -> None:

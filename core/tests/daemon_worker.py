@@ -1,27 +1,22 @@
 """A process that forks workers, each a client that stores and loads at random and checks every byte it gets.
 
-Reads "fork SOCKET SEED STEPS" and "wait PID" from its standard input; answers with a pid and with an exit code.
+The words of a worker are "SOCKET SEED STEPS REPORT"; see workers.py.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import random
-import struct
-import sys
-import traceback
 from pathlib import Path
 
 from tiny import BLOCKS, Engine, chain
+from workers import Proof, serve_forks
 
 from lmcache_core import Cache
 from lmcache_core.client.cache import connect
 
 SEEDS = 24
 LONGEST = 6
-MAX_WORKERS = 4096
 
 
 class Wrong(Exception):
@@ -67,8 +62,9 @@ def step(cache: Cache, rng: random.Random, number: int, asked: dict[str, int]) -
     return len(span) - len(failed)
 
 
-def work(path: str, seed: int, steps: int, proven: memoryview) -> dict[str, int]:
-    """`steps` operations, without end if that is 0; says in `proven` how many chunks were right so far."""
+def work(words: list[str], proof: Proof) -> None:
+    """`STEPS` operations, without end if that is 0."""
+    path, seed, steps, report = words[0], int(words[1]), int(words[2]), words[3]
     rng = random.Random(seed)
     asked = dict.fromkeys(("stores", "loads", "lookups"), 0)
     with connect(path, call_timeout_s=5.0 if steps else 0.25) as cache:
@@ -77,42 +73,12 @@ def work(path: str, seed: int, steps: int, proven: memoryview) -> dict[str, int]
             number += 1
             cache._pool.wait_connected(1.0)
             count += step(cache, rng, number, asked)
-            struct.pack_into("<QQ", proven, 0, count, number)
+            proof.say(count, number)
         for name in ("stores", "loads"):
             for result in ("ok", "failed", "late", "skipped"):
                 asked[f"{name} {result}"] = cache.metrics.count(name, result=result)
-    return asked
-
-
-def main() -> None:
-    shared = memoryview(mmap.mmap(-1, 16 * MAX_WORKERS))
-    forked = 0
-    for line in sys.stdin:
-        command, *arguments = line.split()
-        if command == "fork":
-            path, seed, steps, report = arguments
-            forked += 1
-            pid = os.fork()
-            if pid == 0:
-                status = 1
-                try:
-                    asked = work(path, int(seed), int(steps), shared[16 * forked :])
-                    Path(report).write_text(json.dumps(asked))
-                    status = 0
-                except BaseException:
-                    sys.stderr.write(f"worker with seed {seed}:\n")
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(status)
-            print(pid, flush=True)
-        elif command == "wait":
-            _, status = os.waitpid(int(arguments[0]), 0)
-            print(os.waitstatus_to_exitcode(status), flush=True)
-        else:
-            totals = [struct.unpack_from("<QQ", shared, 16 * n) for n in range(1, forked + 1)]
-            print(*[sum(total) for total in zip(*totals, strict=True)], flush=True)
+    Path(report).write_text(json.dumps(asked))
 
 
 if __name__ == "__main__":
-    main()
+    serve_forks(work)

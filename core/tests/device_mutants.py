@@ -232,6 +232,32 @@ class BelievesInContiguousPages(Model):
         return data
 
 
+@breaks("pages_with_strides_are_used_as_they_lie")
+class ReadsTheStorageFromItsStart(Model):
+    """Takes every layer for the first one in the storage that they share."""
+
+    def bits(self, block: Any) -> bytes:
+        base = block
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        start = block.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+        if base.ndim == 3 and block.ndim == 1:
+            start -= start % base[0].nbytes
+        else:
+            return super().bits(block)
+        data: bytes = base.reshape(-1).view(np.uint8)[start : start + block.nbytes].tobytes()
+        return data
+
+
+@breaks("pages_with_strides_are_used_as_they_lie")
+class KeepsHeadsFirst(Model):
+    """Copies a block in the order of its memory."""
+
+    def bits(self, block: Any) -> bytes:
+        data: bytes = np.ravel(block, order="K").tobytes()
+        return data
+
+
 @breaks("a_range_of_layers_leaves_the_other_layers_alone")
 class IgnoresLayers(Model):
     def places(
@@ -416,6 +442,42 @@ class WaitSaysNothing(Model):
     def run(self, copy: Callable[[], None]) -> Fence:
         copy()
         return _Silent()
+
+
+class _Unheard(_Thread):
+    """Begins when it is waited for, or asked; a stream that is made to wait is not heard."""
+
+    def __init__(self, copy: Callable[[], None]) -> None:
+        self.finished = threading.Event()
+        self._copy = copy
+
+    def done(self) -> bool:
+        return self.wait()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if not self.finished.is_set():
+            self._run()
+        return True
+
+    def make_stream_wait(self, stream: Any) -> None:
+        return None
+
+
+@breaks("a_stream_that_was_made_to_wait_for_a_fence_sees_the_copy")
+class LetsStreamsGoOn(Model):
+    def run(self, copy: Callable[[], None]) -> Fence:
+        return _Unheard(copy)
+
+
+@breaks("layer_by_layer_is_the_same_as_all_at_once")
+class HasOneStagingBuffer(Model):
+    """Copies in flight share the place that their arguments were put down in."""
+
+    copy: Callable[[], None]
+
+    def run(self, copy: Callable[[], None]) -> Fence:
+        self.copy = copy
+        return _Unheard(lambda: self.copy())
 
 
 @breaks("two_requests_at_once_do_not_mix")

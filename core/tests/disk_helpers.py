@@ -53,9 +53,9 @@ def temp_files(root: Path) -> list[str]:
     return [path.name for path in (root / "v1").rglob("*") if parse_temp(path.name)]
 
 
-def leave_temp(root: Path, writer: Writer) -> str:
+def leave_temp(root: Path, writer: Writer, nbytes: int = NBYTES) -> str:
     """What a writer that had the store open was writing when it ended."""
-    name = writer.temp_name(NBYTES)
+    name = writer.temp_name(nbytes)
     folder = root / "v1" / ("0" * 32) / "00"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(b"half")
@@ -65,7 +65,8 @@ def leave_temp(root: Path, writer: Writer) -> str:
 
 
 def record_files(root: Path) -> list[Path]:
-    return [path for path in root.glob("v1/*/*/*") if path.is_file() and not path.is_symlink()]
+    found = (path for path in root.glob("v1/*/*/*") if not parse_temp(path.name))
+    return [path for path in found if path.is_file() and not path.is_symlink()]
 
 
 def assert_counted(backend: DiskBackend, root: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -54,6 +55,25 @@ def test_the_lines_of_help_are_those_of_the_commands() -> None:
         assert command.help == line
         assert lmc(name, "--help").exit_code == 0
         assert line in lmc("--help").output
+
+
+def test_every_command_in_the_documentation_exists_with_its_options() -> None:
+    root = Path(__file__).parents[2]
+    shown = 0
+    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+            for line in block.splitlines():
+                words = line.partition("#")[0].split()
+                if words[:1] != ["lmc"] or len(words) < 2:
+                    continue
+                name = words[1].rstrip(",")
+                assert name in COMMANDS, f"{page.name}: {line}"
+                options = {word.partition("=")[0] for word in words[2:] if word.startswith("-") and len(word) > 1}
+                helps = [lmc(name, "--help").output]
+                helps += [lmc(name, word, "--help").output for word in words[2:3] if not word.startswith("-")]
+                assert all(any(option in text for text in helps) for option in options), f"{page.name}: {line}"
+                shown += 1
+    assert shown > 25
 
 
 def test_the_version_is_the_packages() -> None:

@@ -8,9 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -18,6 +15,7 @@ from pathlib import Path
 from daemon_worker import LONGEST, SEEDS
 from daemons import DaemonProcess, descriptors, serving, threads
 from tiny import RECORD, chain, load, store, until
+from workers import Workers
 
 from lmcache_core.client.cache import connect
 from lmcache_core.events import Events
@@ -34,50 +32,15 @@ pause = threading.Event()
 """Never set: its wait is the random time until a kill."""
 
 
-class Workers:
-    """Forks workers from a process that has imported everything already."""
+class Clients(Workers):
+    """Workers with a client each, of the daemon at `path`; a report of each that ends is in `folder`."""
 
     def __init__(self, path: Path, folder: Path) -> None:
+        super().__init__("daemon_worker.py")
         self.path, self.folder = path, folder
-        command = [sys.executable, str(Path(__file__).with_name("daemon_worker.py"))]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.running: list[int] = []
 
-    def ask(self, *words: object) -> list[int]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        print(*words, file=self.process.stdin, flush=True)
-        return [int(word) for word in self.process.stdout.readline().split()]
-
-    def fork(self, seed: int, steps: int = 0) -> int:
-        (pid,) = self.ask("fork", self.path, seed, steps, self.folder / f"{seed}.json")
-        self.running.append(pid)
-        return pid
-
-    def wait(self, pid: int) -> int:
-        self.running.remove(pid)
-        return self.ask("wait", pid)[0]
-
-    def kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        assert self.wait(pid) == -signal.SIGKILL, "the worker had ended by itself, with what it says above"
-
-    def totals(self) -> tuple[int, int]:
-        """Chunks that were proven right, and operations, of all workers."""
-        proven, operations = self.ask("totals")
-        return proven, operations
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for pid in list(self.running):
-            os.kill(pid, signal.SIGKILL)
-            self.wait(pid)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            pipe.close()
-        self.process.wait()
+    def client(self, seed: int, steps: int = 0) -> int:
+        return self.fork(self.path, seed, steps, self.folder / f"{seed}.json")
 
 
 def everything_is_right(cache) -> int:
@@ -101,20 +64,20 @@ def test_clients_killed_at_random_points_leave_no_wrong_byte_and_nothing_else(tm
     with (
         DaemonProcess(tmp_path / "s", chunks=CHUNKS, grace_s=0.02) as daemon,
         connect(tmp_path / "s", call_timeout_s=5.0) as cache,
-        Workers(tmp_path / "s", tmp_path) as workers,
+        Clients(tmp_path / "s", tmp_path) as workers,
     ):
         fill(cache)
         assert until(lambda: cache._pool.status()["records_in_use"] == 0)
         pid = daemon.process.pid
         files, running = descriptors(pid), threads(pid)
         for number in range(4):
-            workers.fork(seed + number)
+            workers.client(seed + number)
         for number in range(CLIENT_KILLS):
             _, operations = workers.totals()
             assert until(lambda least=operations + 8: workers.totals()[1] >= least, 20), "they go on"
             pause.wait(rng.random() * 0.02)
             workers.kill(rng.choice(workers.running))
-            workers.fork(seed + 4 + number)
+            workers.client(seed + 4 + number)
         proven, operations = workers.totals()
         for worker in list(workers.running):
             workers.kill(worker)
@@ -140,8 +103,8 @@ def test_daemons_killed_at_random_points_leave_no_wrong_byte_and_clients_that_go
     seed = random.randrange(1 << 32)
     rng = random.Random(seed)
     print(f"seed {seed}")
-    with DaemonProcess(tmp_path / "s", chunks=CHUNKS) as daemon, Workers(tmp_path / "s", tmp_path) as workers:
-        pids = [workers.fork(seed + number) for number in range(3)]
+    with DaemonProcess(tmp_path / "s", chunks=CHUNKS) as daemon, Clients(tmp_path / "s", tmp_path) as workers:
+        pids = [workers.client(seed + number) for number in range(3)]
         assert until(lambda: workers.totals()[0] > 50, 20)
         running = [4, 4, 4]  # itself, the mover, the reader and the watch
         assert until(lambda: [threads(pid) for pid in pids] == running)
@@ -190,10 +153,10 @@ def test_counters_of_four_processes_and_a_faulty_tier_add_up(tmp_path):  # S34
     settings = {"tier_capacity_nbytes": 90 * RECORD, "probe_interval_s": 0.0, "events": Events(hook)}
     with (
         serving(tmp_path / "s", [faulty], chunks=CHUNKS, **settings) as daemon,
-        Workers(tmp_path / "s", tmp_path) as workers,
+        Clients(tmp_path / "s", tmp_path) as workers,
     ):
         seeds = [seed + number for number in range(4)]
-        pids = [workers.fork(number, OPERATIONS // 4) for number in seeds]
+        pids = [workers.client(number, OPERATIONS // 4) for number in seeds]
         ended = threading.Event()
         fallen: list[str] = []
 

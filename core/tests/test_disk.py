@@ -257,3 +257,24 @@ def test_a_call_under_way_ends_well_after_close(tmp_path: Path, monkeypatch: pyt
     with open_disk(tmp_path) as again:
         assert holds(again, key)
         assert_counted(again, tmp_path)
+
+
+def test_the_directories_of_the_last_record_go_with_it(tmp_path: Path) -> None:
+    with open_disk(tmp_path) as backend:
+        keys = [new_key() for _ in range(20)]
+        for key in keys:
+            backend.put(key, record(key))
+        for key in keys:
+            assert backend.remove(key)
+        assert sorted(path.name for path in (tmp_path / "v1").iterdir()) == ["lock", "usage"]
+        for key in keys:
+            backend.put(key, record(key))
+            assert holds(backend, key)
+
+
+def test_what_else_lies_in_a_directory_of_records_keeps_it(tmp_path: Path) -> None:
+    with open_disk(tmp_path) as backend:
+        (key,) = put(backend)
+        (file_of(tmp_path, key).parent.parent / "notes").write_text("mine")
+        assert backend.remove(key)
+        assert (file_of(tmp_path, key).parent.parent / "notes").read_text() == "mine"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import mmap
-import random
-import signal
 import subprocess
 import sys
 import time
@@ -28,9 +26,7 @@ from disk_helpers import (
 )
 
 from lmcache_core.backends._files import Writer
-from lmcache_core.backends.disk import DiskBackend
 from lmcache_core.errors import BackendError, BackendFull, BackendUnavailable
-from lmcache_core.testing.memory import buffer, payload
 
 
 def test_what_is_there_is_counted_from_the_first_moment_whatever_the_limit(tmp_path: Path) -> None:
@@ -230,44 +226,6 @@ def test_processes_that_put_and_remove_the_same_keys_keep_the_total_right(tmp_pa
         run_together(CHURN, tmp_path, 1 << 30)
         assert_counted(backend, tmp_path)
         assert temp_files(tmp_path) == []
-
-
-def check_all(backend: DiskBackend) -> int:
-    """Read every record; its bytes must be those of its key."""
-    count = 0
-    for entry in backend.entries():
-        into = buffer(entry.nbytes, 4096)
-        got = backend.get(entry.key, into)
-        if got is not None:  # another process may have removed it
-            assert got == entry.nbytes
-            assert bytes(into) == payload(entry.key, entry.nbytes)
-            count += 1
-    return count
-
-
-def test_a_writer_killed_at_any_moment_leaves_whole_records_and_a_safe_total(tmp_path: Path) -> None:
-    capacity = 8 << 20
-    rng = random.Random(26)
-    with open_disk(tmp_path, capacity) as reader:
-        for seed in range(50):
-            with start(WRITE_FOREVER, tmp_path, capacity, seed) as writer:
-                assert writer.stdout
-                for _ in range(rng.randrange(1, 12)):
-                    assert writer.stdout.read(1) == b"."
-                deadline = time.perf_counter() + rng.random() * 2e-3
-                if seed % 5 == 0:
-                    assert check_all(reader) > 0
-                while time.perf_counter() < deadline:
-                    pass
-                writer.send_signal(signal.SIGKILL)
-                assert writer.wait(30) == -signal.SIGKILL
-            on_disk = sum(path.stat().st_size for path in record_files(tmp_path))
-            assert on_disk <= reader.used_nbytes <= capacity
-        assert check_all(reader) > 10
-    with open_disk(tmp_path, capacity) as backend:
-        assert temp_files(tmp_path) == []
-        assert_counted(backend, tmp_path)
-        assert check_all(backend) > 10
 
 
 def test_a_killed_writer_is_cleaned_up_by_the_next_process_while_others_stay_open(tmp_path: Path) -> None:

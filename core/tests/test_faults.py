@@ -482,3 +482,22 @@ def test_a_question_that_has_no_answer_is_a_fault():
             cache.lookup_answered(chain(1, seed=seed), f"r{seed}", timeout_s=10)
         assert until(lambda: breaker(cache) == "open")
         go.set()
+
+
+def test_a_header_that_an_earlier_record_left_in_the_slot_vouches_for_nothing():
+    class HeaderLost(DictBackend):
+        """Says that it has read a record, and has read only what is behind the header, wrong."""
+
+        api_version = (1, 0)
+
+        def get(self, key, into):
+            into[PAGE_NBYTES:] = bytes(len(into) - PAGE_NBYTES)
+            return len(into)
+
+    with open_local([HeaderLost(store=filled(1))], write="second_use") as cache:
+        store(cache, chain(1))  # its header has no checksum until it is written below
+        pool = cache._pool
+        with pool._lock:
+            pool._evict(list(pool._index.entries.values()))
+        assert load(cache, chain(1), chunks=1)[1].ok_chunks == 0
+        assert cache.metrics.count("corruptions") == 1

@@ -378,6 +378,20 @@ def test_a_lookup_does_not_report_what_leaves_a_lower_tier_while_it_looks(times,
         assert not tier.ledger._pins
 
 
+def test_a_lookup_that_no_tier_takes_up_is_answered_once(monkeypatch):
+    class Shared(DictBackend):
+        api_version = (1, 0)
+        traits = Traits(shared=True)
+
+    with open_local([Shared()]) as cache:
+        monkeypatch.setattr(cache._pool.tiers[0], "probe", lambda *question: False)
+        told: list[bool] = []
+        found = cache._pool.lookup(chain(2), "r", lambda: told.append(True))
+        assert (found.pending, told) == (False, []), "it says all there is, so nothing is said later"
+        assert cache.prefetch(chain(2)).wait(10) is not None
+        cache.release("r")
+
+
 def test_evict_removes_a_chain_from_every_tier_but_not_what_is_in_use(opening):
     backend = DictBackend()
     with opening([backend]) as cache:

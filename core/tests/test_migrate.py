@@ -301,3 +301,13 @@ def test_a_missing_or_huge_file_is_an_error(tmp_path: Path) -> None:
 def test_a_number_that_is_none_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="max_local_disk_size: 'x' is not a number"):
         migrate({"local_disk": "/a", "max_local_disk_size": "x"})
+
+
+def test_what_looks_like_a_variable_of_ours_and_was_none_stays_text() -> None:
+    theirs = {"local_disk": "/x/${HOME}", "max_local_disk_size": 1, "remote_url": "redis://%24%7BX@h:1"}
+    text = yaml.safe_dump(migrate(theirs).config)
+    config = parse_config(text, environ={})
+    shown = {tier.backend: str(tier.options.table.items) for tier in config.tiers}
+    values = {tier.backend: tier.options.table.items for tier in config.tiers}
+    assert values["disk"]["path"].value == "/x/${HOME}", shown
+    assert values["redis"]["username"].value == "${X", shown

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from tiny import RECORD, chain, load, model, open_local, store
+from disk_helpers import open_disk
+from tiny import RECORD, chain, load, model, open_local, store, until
 
-from lmcache_core import CacheConfig, LocalCache, Model, RawOptions, TierConfig, open_cache, salt_id
+from lmcache_core import CacheConfig, LocalCache, Model, RawOptions, TierConfig, manifest, open_cache, salt_id
 from lmcache_core.policies.lru import LRU
 from lmcache_core.policy import Item
 from lmcache_core.shares import Shares
@@ -109,13 +111,13 @@ def test_a_flipped_manifest_is_removed_and_written_again(tmp_path):
             assert stored(cache, ALICE, range(seed)) == seed
 
     run(2)
-    (manifest,) = [p for p in (tmp_path / "s").rglob("*") if p.is_file() and b"org/tiny" in p.read_bytes()]
-    data = bytearray(manifest.read_bytes())
+    (path,) = [p for p in (tmp_path / "s").rglob("*") if p.is_file() and b"org/tiny" in p.read_bytes()]
+    data = bytearray(path.read_bytes())
     data[4100] ^= 1
-    manifest.write_bytes(data)
+    path.write_bytes(data)
     run(4)
-    assert b"org/tiny" in manifest.read_bytes()
-    assert manifest.read_bytes() != data
+    assert b"org/tiny" in path.read_bytes()
+    assert path.read_bytes() != data
 
 
 def test_records_without_bytes_are_records():
@@ -125,3 +127,74 @@ def test_records_without_bytes_are_records():
     shares.remove(key)
     shares.remove(key)
     assert shares.victims(1, b"", lambda key: False) == []
+
+
+def files_of(root: Path) -> tuple[set[str], set[str]]:
+    """The shards that have records on disk, and those that have a manifest."""
+    found = [path for path in (root / "v1").glob("*/*/*") if path.is_file()]
+    with_manifest = {path.parent.parent.name for path in found if path.name == manifest.DIGEST.hex()}
+    return {path.parent.parent.name for path in found if path.name != manifest.DIGEST.hex()}, with_manifest
+
+
+def visitor(number: int) -> Model:
+    return model(salt_id=salt_id(f"visitor-{number}"))
+
+
+def test_what_says_whose_records_were_leaves_with_the_last_of_them_and_makes_room(tmp_path: Path) -> None:
+    capacity = 40 * RECORD
+    with open_local([open_disk(tmp_path, capacity)], chunks=400, tier_capacity_nbytes=capacity) as cache:
+        for number in range(200):
+            store(cache, chain(4, of=visitor(number)))
+            assert cache._pool.tiers[0].drain(5)
+        (tier,) = cache._pool.tiers
+        records, manifests = files_of(tmp_path)
+        assert records == manifests
+        assert len(tier.known) >= 28, "at most one manifest for each four records"
+        assert len(tier.ledger._tenants) == len(tier.ledger._families) == len(manifests) <= 10
+        assert tier.ledger.used_nbytes == tier.backend.used_nbytes <= capacity
+        assert not tier.ledger._records.keys() - {bytes.fromhex(each) for each in records}
+        assert len(list((tmp_path / "v1").iterdir())) == 2 + len(manifests), "directories go too"
+
+
+def test_a_tenant_that_comes_when_the_tier_is_full_is_known_for_one_and_held_to_its_quota(tmp_path: Path) -> None:
+    capacity = 40 * RECORD
+    settings = {"tier_capacity_nbytes": capacity, "tenant_quota_nbytes": 5 * RECORD}
+    with open_local([open_disk(tmp_path, capacity)], chunks=400, **settings) as cache:
+        fill(cache, model(), range(60))
+        fill(cache, ALICE, range(12))
+        (tier,) = cache._pool.tiers
+        assert sum(key[:16] == ALICE.shards[0].shard_id for key in tier.known) == 5
+    assert files_of(tmp_path)[1] == {model().shards[0].shard_id.hex(), ALICE.shards[0].shard_id.hex()}
+
+
+def test_what_says_whose_records_were_and_was_left_behind_goes_at_the_next_start(tmp_path: Path) -> None:
+    with open_local([open_disk(tmp_path)]) as cache:
+        for number in range(3):
+            store(cache, chain(1, of=visitor(number)))
+        assert cache.drain(5)
+    gone, young, kept = (visitor(number).shards[0].shard_id.hex() for number in range(3))
+    for path in (tmp_path / "v1").glob("*/*/*"):
+        if path.parent.parent.name in (gone, young) and path.name != manifest.DIGEST.hex():
+            path.unlink()
+        elif path.parent.parent.name == gone:
+            os.utime(path, (1e9, 1e9))
+    with open_local([open_disk(tmp_path)]) as cache:
+        assert files_of(tmp_path) == ({kept}, {kept, young}), "one that is new may be of a record under way"
+        store(cache, chain(1, of=visitor(0)))
+        assert cache.drain(5)
+    assert files_of(tmp_path) == ({kept, gone}, {kept, young, gone})
+
+
+def test_a_manifest_stays_while_others_have_records_that_are_not_known_here(tmp_path: Path) -> None:
+    capacity = 20 * RECORD
+    with (
+        open_local([open_disk(tmp_path)], tier_capacity_nbytes=capacity) as here,
+        open_local([open_disk(tmp_path)]) as there,
+    ):
+        fill(here, ALICE, range(2))
+        fill(there, ALICE, range(2, 4))
+        for cache, left in ((here, {ALICE.shards[0].shard_id.hex()}), (there, set())):
+            (tier,) = cache._pool.tiers
+            tier.remove(list(tier.known), "clear")
+            assert tier.drain(5)
+            assert until(lambda left=left: files_of(tmp_path) == (left, left))

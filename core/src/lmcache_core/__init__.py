@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from .codec import Codec, Identity
     from .config import CacheConfig, TierConfig, load_config
     from .device import Device, DoneFence, Fence, Pages, Probe
+    from .devices.cpu import CpuDevice
+    from .diagnosis import Diagnosis, SupportsDiagnosis
     from .errors import (
         BackendError,
         BackendFull,
@@ -74,8 +76,10 @@ __all__ = [
     "Codec",
     "ConfigError",
     "Context",
+    "CpuDevice",
     "Device",
     "DeviceError",
+    "Diagnosis",
     "DoneFence",
     "Entry",
     "EvictionPolicy",
@@ -106,6 +110,7 @@ __all__ = [
     "RemoteCache",
     "RequestReport",
     "Shard",
+    "SupportsDiagnosis",
     "SupportsListing",
     "SupportsRegistration",
     "TierConfig",
@@ -130,6 +135,8 @@ _MODULES: Final = {
     "codec": "Codec Identity",
     "config": "CacheConfig TierConfig load_config",
     "device": "Device DoneFence Fence Pages Probe",
+    "diagnosis": "Diagnosis SupportsDiagnosis",
+    "devices.cpu": "CpuDevice",
     "errors": "BackendError BackendFull BackendUnavailable CacheError CapacityError ChunkCorrupt ConfigError "
     "DeviceError NamespaceError PluginConflict PluginError PluginImportFailed PluginIncompatible PluginNotFound",
     "hookspecs": "hookimpl",

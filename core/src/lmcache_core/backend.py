@@ -134,10 +134,7 @@ class Backend(ABC, Generic[OptionsT]):
             if time.monotonic() > deadline:
                 results.append(BackendUnavailable(f"get_many: not reached in {timeout_s} s"))
                 continue
-            try:
-                results.append(self.get(key, buffer))
-            except BackendError as error:
-                results.append(error)
+            results.append(self._get_answer(key, buffer))
         return results
 
     def put_many(
@@ -150,12 +147,23 @@ class Backend(ABC, Generic[OptionsT]):
             if time.monotonic() > deadline:
                 results.append(BackendUnavailable(f"put_many: not reached in {timeout_s} s"))
                 continue
-            try:
-                self.put(key, buffer)
-                results.append(None)
-            except BackendError as error:
-                results.append(error)
+            results.append(self._put_answer(key, buffer))
         return results
+
+    # Frames of their own: one that held the results would be held by them, and keep the buffers for a collection.
+
+    def _get_answer(self, key: ChunkKey, into: memoryview) -> GetResult:
+        try:
+            return self.get(key, into)
+        except BackendError as error:
+            return error
+
+    def _put_answer(self, key: ChunkKey, data: memoryview) -> BackendError | None:
+        try:
+            self.put(key, data)
+        except BackendError as error:
+            return error
+        return None
 
     def close(self) -> None:
         """Release everything: no socket, descriptor or thread is left.  Called twice it does nothing more."""

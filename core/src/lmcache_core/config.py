@@ -8,26 +8,24 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from .endpoints import AUTO, ServerConfig, TcpConfig, check_loopback, socket_path
 from .errors import ConfigError
-from .nodes import MAX_TEXT_NBYTES, Node, Scalar, Sequence, Table, parse_yaml
+from .nodes import MAX_TEXT_NBYTES, Scalar, Sequence, Table, parse_yaml
 from .options import (
     NOT_CONFIGURED,
     FieldError,
-    Origin,
     Origins,
     RawOptions,
     build,
-    is_secret,
     option_fields,
     written,
 )
-from .spelling import did_you_mean
-from .units import format_nbytes, format_seconds
+from .spelling import did_you_mean, shown
+from .trace import TraceConfig
 
 MEMORY: Final = "memory"
 """The backend that is the host memory itself, not a plugin."""
@@ -39,7 +37,6 @@ _TIER_NAME: Final = re.compile(r"[a-z](?:[-_]?[a-z0-9]){0,31}")
 _PLUGIN_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}(@[A-Za-z0-9][A-Za-z0-9_.-]{0,127})?")
 _INLINE_NAME: Final = re.compile(r"inline:[A-Za-z_][A-Za-z0-9_]{0,24}")
 """No longer than a codec's name may be in a record."""
-_URL_PASSWORD: Final = re.compile(r"(://[^/@\s:]*:)[^@/\s]+(?=@)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ class TierConfig:
 
     def __post_init__(self) -> None:
         if not _TIER_NAME.fullmatch(self.name):
-            raise FieldError("name", f"{self.name!r} is not a tier name; write a-z, 0-9 and single - or _")
+            raise FieldError("name", f"{self.name[:80]!r} is not a tier name; write a-z, 0-9 and single - or _")
         for key in ("backend", "policy", "codec"):
             _check_plugin_name(key, getattr(self, key))
         if self.capacity_nbytes is not None and self.capacity_nbytes < 1:
@@ -109,6 +106,7 @@ class CacheConfig:
     tiers: tuple[TierConfig, ...] = field(default_factory=_default_tiers)
     plugins: PluginsConfig = PluginsConfig()
     server: ServerConfig = field(default_factory=ServerConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
     origins: Origins = field(default_factory=dict, repr=False, compare=False, metadata=NOT_CONFIGURED)
     """Where each value came from, by key path; what is missing has its default."""
 
@@ -147,6 +145,7 @@ class CacheConfig:
 _SECTIONS: Final[dict[tuple[type, str], type]] = {
     (CacheConfig, "plugins"): PluginsConfig,
     (CacheConfig, "server"): ServerConfig,
+    (CacheConfig, "trace"): TraceConfig,
     (ServerConfig, "tcp"): TcpConfig,
 }
 
@@ -194,71 +193,6 @@ def parse_config(text: str, source: str = "<string>", environ: Mapping[str, str]
     config = build(CacheConfig, root, "", origins)
     config.origins.update(origins)
     return config
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One effective value for people to read; secrets are masked."""
-
-    path: str
-    value: str
-    source: str
-
-
-def settings(value: Any, path: str, origins: Origins) -> Iterator[Setting]:
-    """Each value in the dataclass `value`, in order, with where it came from."""
-    for name, described in option_fields(type(value)).items():
-        yield from _settings(getattr(value, described.name), described.name, f"{path}.{name}" if path else name,
-                             origins, is_secret(described))  # fmt: skip
-
-
-def _settings(value: Any, name: str, path: str, origins: Origins, secret: bool) -> Iterator[Setting]:
-    if isinstance(value, RawOptions):
-        yield from _raw_settings(value.table, path)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from settings(value, path, origins)
-    elif isinstance(value, tuple) and value and all(map(is_dataclass, value)):
-        for index, item in enumerate(value):
-            label = getattr(item, "name", None)
-            yield from settings(item, f"{path}.{label}" if label else f"{path}[{index}]", origins)
-    else:
-        origin = origins.get(path, Origin("default"))
-        yield Setting(path, _shown(value, name, origin, secret), origin.source)
-
-
-def _raw_settings(node: Node, path: str) -> Iterator[Setting]:
-    """Options whose plugin is not loaded: what is secret is unknown, so only what stands in the file is shown."""
-    if isinstance(node, Table):
-        for key, item in node.items.items():
-            yield from _raw_settings(item, f"{path}.{key}")
-    elif isinstance(node, Sequence):
-        for index, item in enumerate(node.items):
-            yield from _raw_settings(item, f"{path}[{index}]")
-    else:
-        clear = node.literal or (node.value if node.in_file else "***")
-        yield Setting(path, _mask_url(str(clear)), node.source)
-
-
-def _shown(value: Any, name: str, origin: Origin, secret: bool) -> str:
-    if origin.literal is not None:
-        return origin.literal
-    if secret:
-        return "***" if value else '""'
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int) and name.endswith("_nbytes"):
-        return format_nbytes(value)
-    if isinstance(value, (int, float)) and name.endswith("_s"):
-        return format_seconds(value)
-    if isinstance(value, tuple):
-        return f"[{', '.join(_shown(item, name, origin, False) for item in value)}]"
-    return _mask_url(str(getattr(value, "value", value))) or '""'
-
-
-def _mask_url(text: str) -> str:
-    return _URL_PASSWORD.sub(r"\1***", text)
 
 
 def _check_plugin_name(key: str, name: str) -> None:
@@ -313,12 +247,12 @@ def _override(root: Table, environ: Mapping[str, str]) -> Table:
     variables = sorted(name for name in environ if name.startswith(PREFIX))
     problems: list[str] = []
     for variable in variables:
-        node = Scalar(environ[variable], f"environment variable {variable}")
+        node = Scalar(environ[variable], f"environment variable {shown(variable)}")
         steps = variable.removeprefix(PREFIX).split("__")
         changed = _set(root, steps, node)
         if changed is None:
             known = _known_variables(root, variable)
-            problems.append(f"environment variable {variable}: names no setting{did_you_mean(variable, known)}")
+            problems.append(f"{node.source}: names no setting{did_you_mean(variable, known)}")
         else:
             root = changed
     if problems:

@@ -63,7 +63,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         if not _MODE.fullmatch(self.socket_mode):
-            raise FieldError("socket_mode", f'{self.socket_mode!r} is not an octal mode; write e.g. "0660"')
+            raise FieldError("socket_mode", f'{self.socket_mode[:80]!r} is not an octal mode; write e.g. "0660"')
         if not 1 <= self.max_clients <= 65_536:
             raise FieldError("max_clients", f"must be 1 to 65,536, got {self.max_clients}")
         if not -20 <= self.nice <= 19:

@@ -25,7 +25,7 @@ from .layout import MAX_CHUNK_NBYTES, PAGE_NBYTES, page_align
 FRAME_VERSION: Final = 1
 CHECKSUM_NONE: Final = 0
 CHECKSUM_XXH3_64: Final = 1
-_MAGIC: Final = b"LMCACHE\x00"
+MAGIC: Final = b"LMCACHE\x00"
 _HEAD: Final = struct.Struct("<8sHBBI48s16sQQQQ32s")
 _U64: Final = struct.Struct("<Q")
 _SUMMED: Final = PAGE_NBYTES - 16
@@ -63,7 +63,7 @@ def pack(frame: Frame, page: memoryview) -> None:
     if len(frame.fingerprint) != 16:  # struct would pad or cut it
         raise ValueError(f"a layout fingerprint has 16 bytes, got {len(frame.fingerprint)}")
     head = _HEAD.pack(
-        _MAGIC,
+        MAGIC,
         FRAME_VERSION,
         frame.checksum_kind,
         frame.codec_version,
@@ -87,7 +87,7 @@ def parse(page: memoryview) -> Frame:
     header = bytes(page[:_RECORDED])  # two tiers may be sealing the slot at once
     fields = _HEAD.unpack_from(header)
     magic, version, kind, codec_version, depth, key, fingerprint, encoded, raw, stored_at, checksum, codec = fields
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise ChunkCorrupt("not a record: wrong magic")
     if version != FRAME_VERSION:
         raise ChunkCorrupt(f"record version {version}, this core reads {FRAME_VERSION}")
@@ -113,6 +113,14 @@ def parse(page: memoryview) -> Frame:
         checksum_kind=kind,
         checksum=checksum,
     )
+
+
+def is_other_version(page: memoryview) -> bool:
+    """Whether a whole header says that it is of a version that we do not read, as far as we can tell."""
+    _, version, *_ = _HEAD.unpack_from(page)
+    if version == FRAME_VERSION:
+        return False
+    return bool(xxhash.xxh3_64_intdigest(page[:_SUMMED]) == _U64.unpack_from(page, _SUMMED)[0])
 
 
 def verify(record: memoryview, nbytes: int, key: ChunkKey, fingerprint: bytes, raw_nbytes: int) -> Frame:
@@ -145,6 +153,11 @@ def payload_checksum(payload: memoryview) -> int:
 def set_generation(page: memoryview, generation: int) -> None:
     """Mark a slot before its reuse, so that a late reader of what it held notices."""
     _U64.pack_into(page, PAGE_NBYTES - 8, generation)
+
+
+def void(page: memoryview) -> None:
+    """Have the page be no header: what a store does not write over it shall not pass for its answer."""
+    page[: len(MAGIC)] = bytes(len(MAGIC))
 
 
 def holds(page: memoryview, key: ChunkKey, fingerprint: bytes, raw_nbytes: int, generation: int) -> bool:

@@ -23,6 +23,7 @@ from .errors import NamespaceError
 FORMAT_VERSION: Final = 1
 FAMILY_ID_NBYTES: Final = 16
 SHARD_ID_NBYTES: Final = 16
+SALT_ID_NBYTES: Final = 16
 DIGEST_NBYTES: Final = 32
 KEY_NBYTES: Final = SHARD_ID_NBYTES + DIGEST_NBYTES
 MAX_NAME_NBYTES: Final = 1024
@@ -98,7 +99,7 @@ class Family:
             raise NamespaceError("tags", f"names must be sorted and distinct, got {names}")
         if not 1 <= self.chunk_tokens <= 1 << 20:
             raise NamespaceError("chunk_tokens", f"must be 1 to 1,048,576, got {self.chunk_tokens}")
-        if len(self.salt_id) not in (0, 16):
+        if len(self.salt_id) not in (0, SALT_ID_NBYTES):
             raise NamespaceError("salt_id", "must be the 16 bytes of salt_id() or empty")
 
     @property
@@ -127,8 +128,11 @@ def salt_id(salt: str | None, key_secret: str = "") -> bytes:
     if not isinstance(salt, str) or not _SALT.fullmatch(salt):
         kind = f"{len(salt)} characters" if isinstance(salt, str) else type(salt).__name__
         raise NamespaceError("salt", f"a tenant salt is 1 to 128 characters of A-Z a-z 0-9 . _ ~ + = -; got {kind}")
-    secret = hashlib.blake2b(key_secret.encode(), digest_size=32).digest() if key_secret else b""
-    return hashlib.blake2b(salt.encode(), digest_size=16, key=secret, person=b"lmcache salt").digest()
+    try:
+        secret = hashlib.blake2b(key_secret.encode(), digest_size=32).digest() if key_secret else b""
+    except UnicodeEncodeError as error:
+        raise NamespaceError("key_secret", f"must be valid Unicode: {error.reason}") from None  # it would be shown
+    return hashlib.blake2b(salt.encode(), digest_size=SALT_ID_NBYTES, key=secret, person=b"lmcache salt").digest()
 
 
 def shard_id(

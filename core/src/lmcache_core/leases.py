@@ -156,6 +156,8 @@ class Leases:
                 return lease.found
         found = lease.found
         asked = [tier.probe(keys, nbytes, lambda: self._probe_answered(lease)) for tier, keys, nbytes in probes]
+        if not any(asked):  # what is returned says it all
+            lease.on_answered = None
         for _ in range(asked.count(False)):
             self._probe_answered(lease)
         if any(asked):

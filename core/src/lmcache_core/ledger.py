@@ -58,6 +58,8 @@ class Ledger:
         self._manifests: dict[bytes, int] = {}
         self._coming: Counter[bytes] = Counter()
         """Bytes that are being written, by shard."""
+        self._records: Counter[bytes] = Counter()
+        """How many of each shard are known."""
         self._leaving: set[bytes] = set()
         self._lives: dict[bytes, Life] = {}
         """Of 1 record in 8."""
@@ -88,12 +90,28 @@ class Ledger:
             self.used_nbytes += nbytes - self._manifests.get(shard_id, 0)
             self._manifests[shard_id] = nbytes
 
-    def disown(self, shard_id: bytes) -> None:
-        """The tier has nothing of the shard, nor its manifest."""
+    def lose_manifest(self, shard_id: bytes) -> None:
+        """The tier may have the shard's manifest no more."""
         with self._lock:
+            self.used_nbytes -= self._manifests.pop(shard_id, 0)
+
+    def disown(self, shard_id: bytes) -> bool:
+        """Forget whose the shard is, if no record of it is known or coming; whether so."""
+        with self._lock:
+            if not self._is_empty(shard_id):
+                return False
             self._families.pop(shard_id, None)
             self._tenants.pop(shard_id, None)
             self.used_nbytes -= self._manifests.pop(shard_id, 0)
+            return True
+
+    def empty(self, shard_ids: Iterable[bytes]) -> list[bytes]:
+        """Those of which something is known, but no record."""
+        with self._lock:
+            return [each for each in shard_ids if each in self._tenants and self._is_empty(each)]
+
+    def _is_empty(self, shard_id: bytes) -> bool:
+        return shard_id not in self._records and shard_id not in self._coming
 
     def learn_new(self, records: Iterable[tuple[ChunkKey, int]]) -> None:
         """The tier has these too: they were found.  What is known already, or about to be deleted, is left as it is."""
@@ -224,6 +242,8 @@ class Ledger:
 
     def _learn(self, key: ChunkKey, nbytes: int, depth: int, alone: bool) -> None:
         self.used_nbytes += nbytes - self.known.get(key, 0)
+        if key not in self.known:
+            self._records[key[:SHARD_ID_NBYTES]] += 1
         self.known[key] = nbytes
         self._siblings.add(key)
         if alone:
@@ -237,6 +257,10 @@ class Ledger:
         if nbytes is None:
             return False
         self.used_nbytes -= nbytes
+        shard_id = key[:SHARD_ID_NBYTES]
+        self._records[shard_id] -= 1
+        if not self._records[shard_id]:
+            del self._records[shard_id]
         self._siblings.remove(key)
         self._alone.discard(key)
         self._shares.remove(key)

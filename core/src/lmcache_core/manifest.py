@@ -11,7 +11,7 @@ from . import frame
 from .chain import Model
 from .errors import ChunkCorrupt
 from .frame import CHECKSUM_XXH3_64, Frame
-from .keys import SHARD_ID_NBYTES, ChunkKey
+from .keys import FAMILY_ID_NBYTES, SALT_ID_NBYTES, SHARD_ID_NBYTES, ChunkKey
 from .layout import PAGE_NBYTES
 
 DIGEST: Final = hashlib.sha256(b"lmcache manifest").digest()
@@ -81,7 +81,9 @@ def parse(record: memoryview, nbytes: int, key: ChunkKey) -> Manifest:
     try:
         described = json.loads(bytes(record[PAGE_NBYTES : PAGE_NBYTES + found.encoded_nbytes]))
         tenant = bytes.fromhex(described["family"]["salt_id"])
-        bytes.fromhex(described["family"]["family_id"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ChunkCorrupt(f"{key!r} is not a manifest: {error}") from error
+        family_id = bytes.fromhex(described["family"]["family_id"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ChunkCorrupt(f"{key!r} is not a manifest: {str(error)[:200]}") from error
+    if len(tenant) not in (0, SALT_ID_NBYTES) or len(family_id) != FAMILY_ID_NBYTES:
+        raise ChunkCorrupt(f"{key!r} is not a manifest: a tenant of {len(tenant)}, a family of {len(family_id)} bytes")
     return Manifest(key.shard_id, tenant, described)

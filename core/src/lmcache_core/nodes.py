@@ -23,6 +23,7 @@ MAX_NODES: Final = 20_000
 PROGRAM: Final = "program"
 """Source of values that came from code rather than from a file or the environment."""
 _VARIABLE: Final = re.compile(r"\$\$\{|\$\{([^}]*)(\}?)")
+_NOT_TEXT: Final = re.compile("[\0\ud800-\udfff]")
 _VARIABLE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -80,7 +81,7 @@ def parse_yaml(text: str, source: str, environ: Mapping[str, str]) -> Node | Non
         raise ConfigError(f"{source}: larger than the limit of {MAX_TEXT_NBYTES} bytes")
     builder = _Builder(source, environ)
     try:
-        return builder.build(_events(text))
+        return builder.build(_events(text, source))
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{source}:{line}: character U+{ord(text[error.position]):04X} is not allowed") from error
@@ -99,8 +100,19 @@ def from_python(value: object, source: str = PROGRAM) -> Node:
     return Scalar(value, source)
 
 
-def _events(text: str) -> Iterator[yaml.Event]:
-    return yaml.parse(text, Loader=yaml.SafeLoader)
+def _events(text: str, source: str) -> Iterator[yaml.Event]:
+    events = yaml.parse(text, Loader=yaml.SafeLoader)
+    line = 1
+    while True:
+        try:
+            event = next(events, None)
+        except (ValueError, OverflowError) as error:  # of an escape that is no character, a version without end
+            raise ConfigError(f"{source}:{line}: not valid YAML here or below: {str(error)[:80]}") from error
+        if event is None:
+            return
+        if event.end_mark:
+            line = event.end_mark.line + 1
+        yield event
 
 
 class _Builder:
@@ -158,10 +170,18 @@ class _Builder:
     def key(self, event: yaml.Event) -> str:
         if not isinstance(event, yaml.ScalarEvent) or event.anchor or event.tag:
             raise self.fault(event, "a key must be plain text (quote values that hold { or [)")
-        return str(event.value)
+        return self.text(event)
+
+    def text(self, event: yaml.ScalarEvent) -> str:
+        """What was written; escapes can make what may not stand in a file, and could not be shown or opened."""
+        value = str(event.value)
+        odd = _NOT_TEXT.search(value)
+        if odd is not None:
+            raise self.fault(event, f"character U+{ord(odd[0]):04X} is not allowed")
+        return value
 
     def scalar(self, event: yaml.ScalarEvent, where: str) -> Scalar:
-        text = str(event.value)
+        text = self.text(event)
         plain = event.style is None
         if "${" not in text:
             return Scalar(text, where, plain, in_file=True)

@@ -26,25 +26,35 @@ from .policy import EvictionPolicy
 from .pool import Pool
 from .sealing import Sealer
 from .tier import Tier
+from .trace import Trace
 
 log = logging.getLogger(__name__)
 _INSTALLED_ONLY: Final = PluginsConfig()
 
 
 def open_cache(
-    config: CacheConfig | str | Path | None = None, *, socket: str | Path | None = None
+    config: CacheConfig | str | Path | None = None,
+    *,
+    socket: str | Path | None = None,
+    load_timeout_s: float = 30.0,
 ) -> LocalCache | RemoteCache:
     """Open the cache that a configuration, or the YAML file that `load_config` finds, describes.
 
     With a `socket`, here or in the configuration, the cache is in the daemon that serves it, whose memory and tiers it
-    uses; none are opened here, and a daemon that is not there yet is no error.
-    Raises ConfigError, PluginError or CapacityError, having closed whatever was open by then.
+    uses; none are opened here, and a daemon that is not there yet is no error; `load_timeout_s` bounds each load from
+    it.  Raises ConfigError, PluginError or CapacityError, having closed whatever was open by then.
     """
     if not isinstance(config, CacheConfig):
         config = load_config(config)
     device_name, device = open_device(config.device, config.plugins)
     metrics = Metrics()
-    cache = _open_cache(config, socket, device_name, device, metrics)
+    cache = _open_cache(config, socket, load_timeout_s, device_name, device, metrics)
+    if config.trace.path:
+        try:
+            cache.trace = Trace(config.trace)
+        except ConfigError:
+            cache.close()
+            raise
     add_plugin_gauge(metrics, [*used_plugins(config), (plugins.DEVICES, device_name)], config.plugins.disable)
     try:
         cache.serve_metrics(config.metrics)
@@ -54,7 +64,12 @@ def open_cache(
 
 
 def _open_cache(
-    config: CacheConfig, socket: str | Path | None, device_name: str, device: Device, metrics: Metrics
+    config: CacheConfig,
+    socket: str | Path | None,
+    load_timeout_s: float,
+    device_name: str,
+    device: Device,
+    metrics: Metrics,
 ) -> LocalCache | RemoteCache:
     admission, log_request = config.admission == "auto", request_log(config.log_requests)
     if socket is not None or config.socket is not None:
@@ -64,6 +79,7 @@ def _open_cache(
             device,
             device_name=device_name,
             call_timeout_s=config.socket_timeout_s,
+            load_timeout_s=load_timeout_s,
             metrics=metrics,
             events=open_events(config, metrics),
             admission=admission,
@@ -194,17 +210,23 @@ def open_device(name: str, use: PluginsConfig) -> tuple[str, Device]:
             raise DeviceError(f"device {name!r} is not there: {probe.reason}")
         return name, kind()
     found: list[tuple[str, type[Device]]] = []
+    absent: list[str] = []
     for offer in plugins.discover(plugins.DEVICES):
         if offer.name == "cpu" or plugins.is_disabled(offer, use.disable):
             continue
         kind = plugins.load_offer(offer)
-        if kind.probe().count:
+        probe = kind.probe()
+        if probe.count:
             found.append((offer.name, kind))
+        else:
+            absent.append(f"{offer.name}: {probe.reason}")
     if len(found) > 1:
         names = ", ".join(sorted(name for name, _ in found))
         raise ConfigError(f"device: auto finds more than one device here ({names}); name the one to use")
     if found:
         return found[0][0], found[0][1]()
+    if absent:
+        log.info("device: auto means cpu; %s", "; ".join(absent))
     return "cpu", _load(plugins.DEVICES, "cpu", use)()
 
 

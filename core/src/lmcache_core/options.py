@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeVar
 
 from .errors import ConfigError, PluginIncompatible
 from .nodes import PROGRAM, Node, Scalar, Sequence, Table, from_python
-from .spelling import did_you_mean
+from .spelling import did_you_mean, shown
 from .units import parse_nbytes, parse_seconds
 
 T = TypeVar("T")
@@ -22,6 +22,7 @@ T = TypeVar("T")
 NOT_CONFIGURED: Final = {"configured": False}
 """`metadata` of a dataclass field that no configuration sets."""
 _INTEGER: Final = re.compile(r"[+-]?(0|[1-9][0-9]{0,30})")
+_MAX_INTEGER: Final = 10**31
 _FLOAT: Final = re.compile(r"[+-]?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?")
 
 
@@ -99,7 +100,7 @@ def build(kind: type[T], table: Table, path: str, origins: Origins) -> T:
     problems: list[str] = []
     for key, node in table.items.items():
         name = spelled.get(key)
-        where = f"{table.source_of(key)}: {_join(path, key)}: "
+        where = f"{table.source_of(key)}: {_join(path, shown(key))}: "
         if name is None:
             names = f"known here: {', '.join(sorted(known))}" if known else "nothing can be set here"
             below = "; what its backend takes goes under options" if RawOptions in hints.values() else ""
@@ -194,7 +195,7 @@ def _parse_bool(value: object) -> bool:
 
 
 def _parse_int(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_INTEGER:
         return value
     if isinstance(value, str) and _INTEGER.fullmatch(value):
         return int(value)
@@ -202,8 +203,10 @@ def _parse_int(value: object) -> int:
 
 
 def _parse_float(value: object) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MAX_INTEGER:
         return float(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return value
     if isinstance(value, str) and _FLOAT.fullmatch(value) and math.isfinite(float(value)):
         return float(value)
     raise ValueError(f"{_text(value)!r} is not a number; write e.g. 0.5")
@@ -281,7 +284,7 @@ def _item_path(path: str, index: int, item: Node) -> str:
     """Items that have a name are called by it."""
     name = item.items.get("name") if isinstance(item, Table) else None
     if isinstance(name, Scalar) and isinstance(name.value, str) and name.value:
-        return f"{path}.{name.value}"
+        return f"{path}.{shown(name.value)}"
     return f"{path}[{index}]"
 
 
@@ -317,5 +320,7 @@ def _join(path: str, key: str) -> str:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, int) and abs(value) >= _MAX_INTEGER:
+        return "a number of more than 31 digits"
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 60 else text[:60] + "…"

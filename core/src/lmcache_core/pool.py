@@ -272,6 +272,7 @@ class Pool:
 
     def _load_item(self, entry: Entry, where: int) -> LoadItem:
         record = self.slab.view(entry.slot)
+        frame.void(record)
         return LoadItem(entry.key, record, entry.layout, self._loaded, self._load_returned, (entry, where))
 
     def _loaded(self, item: LoadItem, found: Frame | None, reason: str, in_use: bool) -> None:

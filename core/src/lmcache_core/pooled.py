@@ -26,6 +26,7 @@ from .metrics import Metrics
 from .pool import Reservation
 from .prompts import Prompts
 from .requests import Part, RequestReport, Requests
+from .trace import Trace
 from .worth import Worth
 
 if TYPE_CHECKING:
@@ -136,6 +137,8 @@ class PooledCache(Cache):
         self._requests = Requests(events, log_request)
         self._prompts = Prompts()
         self._http: HttpServer | None = None
+        self.trace: Trace | None = None
+        """Gets the tokens of every request; closed with the cache."""
         self._pool = pool
         self._device = device
         self._device_name = device_name or type(device).__name__
@@ -178,6 +181,8 @@ class PooledCache(Cache):
         made = super().chain(tokens, model, extra=extra)
         if self._events.hears("lmcache_prompt_stored"):
             self._prompts.remember(made, tokens)
+        if self.trace is not None and not self._forked:
+            self.trace.made(made, tokens)
         return made
 
     def lookup(self, chain: Chain, request: str) -> Hit:
@@ -321,6 +326,8 @@ class PooledCache(Cache):
         for transfer in list(self._running):
             self._end_now(transfer, "the cache was closed")
         self._events.close()
+        if self.trace is not None:
+            self.trace.close()
 
     def in_forked_child(self) -> None:
         """See `forks`: no lock, no thread and no extent of the parent is touched from here on."""
@@ -355,6 +362,8 @@ class PooledCache(Cache):
             found.tiers,
         )
         self._requests.looked_up(hit, began, token_s)
+        if self.trace is not None:
+            self.trace.answered(hit)
         return hit
 
     def _begin(self, kind: str, request: str, span: range, outstanding: int) -> _Transfer:

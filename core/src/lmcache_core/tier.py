@@ -8,7 +8,7 @@ import mmap
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeVar
@@ -22,7 +22,7 @@ from .errors import BackendError, BackendFull, CacheError, ChunkCorrupt
 from .events import Events
 from .frame import Frame
 from .history import NOT_STORED, History
-from .keys import SHARD_ID_NBYTES, ChunkKey
+from .keys import ChunkKey
 from .layout import Layout, page_align
 from .ledger import Ledger, Written
 from .metrics import Metrics
@@ -36,6 +36,7 @@ _BATCH_NBYTES: Final = 8 << 20
 """Records are grouped into one call of the backend up to this many bytes: less overhead, still parallel."""
 _RELIST_INTERVAL_S: Final = 5.0
 _LIST_WAIT_S: Final = 2.0
+_ORPHAN_S: Final = 60.0
 
 ItemT = TypeVar("ItemT", "LoadItem", "StoreItem")
 Loaded = Callable[["LoadItem", Frame | None, str, bool], None]
@@ -262,10 +263,7 @@ class Tier:
             for key in gone:
                 self._call("remove", partial(self.backend.remove, key))
             self.ledger.left(gone)
-            left = {key[:SHARD_ID_NBYTES] for key in list(self.known)}
-            for shard_id in dict.fromkeys(key.shard_id for key in gone):
-                if shard_id not in left:
-                    self._remove_manifest(shard_id)
+            self._drop_manifests((key.shard_id for key in gone), cleared=True)
             return lambda: None
 
         if not self._pool.submit_load(Task(run, lambda: None, lambda: self.ledger.left(gone))):
@@ -294,10 +292,12 @@ class Tier:
         self._count_health("entries", [], [entries])
         if isinstance(entries, list):
             entries.sort(key=lambda entry: entry.stored_at)
-            for entry in entries:
-                if manifest.is_manifest(entry.key):
-                    self._read_manifest(entry)
+            manifests = [entry for entry in entries if manifest.is_manifest(entry.key)]
+            for entry in manifests:
+                self._read_manifest(entry)
             self.ledger.learn_new((e.key, e.nbytes) for e in entries if not manifest.is_manifest(e.key))
+            old = time.time() - _ORPHAN_S  # a younger one may be of records that are under way
+            self._drop_manifests(entry.key.shard_id for entry in manifests if entry.stored_at < old)
 
     def _until_closed(self, entries: Iterator[Entry]) -> list[Entry]:
         return list(itertools.takewhile(lambda entry: not self._closed, entries))
@@ -464,6 +464,8 @@ class Tier:
                     full.append(index)
                 else:
                     reasons[index] = f"fault: {result}"
+            if stored and wanted:
+                self._own(batch[wanted[0]])
             self.ledger.written(nbytes, batch[0].key.shard_id, stored)
             wanted = full  # the store is fuller than we knew: make room once and try again
         return reasons
@@ -483,7 +485,8 @@ class Tier:
             self._call("remove", partial(self.backend.remove, key))
         self.ledger.left(gone)
         self._report_evicted(gone, "capacity")
-        return fits
+        dropped = self._drop_manifests(key.shard_id for key in gone if key.shard_id != shard_id)
+        return fits or (dropped and self._make_room(nbytes, shard_id))
 
     def _write_manifest(self, item: StoreItem) -> None:
         """Say once per shard what its keys belong to, and learn whose they are."""
@@ -521,10 +524,36 @@ class Tier:
             self.ledger.belongs(found.shard_id, found.tenant, found.family_id)
             self.ledger.learn_manifest(found.shard_id, entry.nbytes)
 
-    def _remove_manifest(self, shard_id: bytes) -> None:
-        if self._keeps_manifests and self.ledger.has_shard(shard_id):
-            self._call("remove", partial(self.backend.remove, manifest.key_of(shard_id)))
-            self.ledger.disown(shard_id)
+    def _own(self, item: StoreItem) -> None:
+        """Say again whose the shard is, if it was empty for a moment and was forgotten."""
+        if item.model is not None and not self.ledger.has_shard(item.key.shard_id):
+            described = manifest.of(item.model, item.key.shard_id)
+            self.ledger.belongs(described.shard_id, described.tenant, described.family_id)
+
+    def _drop_manifests(self, shard_ids: Iterable[bytes], *, cleared: bool = False) -> bool:
+        """Forget the shards of which no record is left, so that their manifests do not fill the tier; whether any.
+
+        In a shared store that cannot list, others may have some: the manifest stays, unless the shard was `cleared`.
+        """
+        dropped = False
+        for shard_id in self.ledger.empty(dict.fromkeys(shard_ids)):
+            dropped |= self._drop_manifest(shard_id, cleared)
+        return dropped
+
+    def _drop_manifest(self, shard_id: bytes, cleared: bool) -> bool:
+        backend = self.backend
+        lists = isinstance(backend, SupportsListing)
+        if not self.ledger.has_manifest(shard_id) or not (lists or cleared or not backend.traits.shared):
+            return self.ledger.disown(shard_id)
+        if isinstance(backend, SupportsListing) and backend.traits.shared:  # others may have what we do not know
+            entries = self._call("entries", lambda: self._until_closed(backend.entries(shard_id)))
+            if not isinstance(entries, list) or not all(manifest.is_manifest(entry.key) for entry in entries):
+                return False
+        if not self.ledger.disown(shard_id):
+            return False
+        self._call("remove", partial(backend.remove, manifest.key_of(shard_id)))
+        self.ledger.lose_manifest(shard_id)  # that of a store meanwhile: it is written again with the next
+        return True
 
     def _forget(self, key: ChunkKey, reason: str) -> None:
         if self.ledger.forget(key):
@@ -625,7 +654,7 @@ class _Foreign(BackendError):
 
 def _memory(nbytes: int) -> memoryview:
     """Page-aligned memory for a manifest: not this thread's staging, which may hold a record that is being put."""
-    return memoryview(mmap.mmap(-1, page_align(nbytes)))
+    return memoryview(mmap.mmap(-1, page_align(max(nbytes, 1))))  # a crash leaves files of no length
 
 
 def _batches(items: Sequence[ItemT]) -> list[list[ItemT]]:

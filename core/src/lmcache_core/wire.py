@@ -166,6 +166,12 @@ class Recall(_Message, frozen=True):
     limit: int = 16
 
 
+class Scrape(_Message, frozen=True):
+    """The metrics in Prometheus' text format, as a StatusReply with "text"."""
+
+    call: int
+
+
 # From the daemon.
 
 
@@ -277,6 +283,7 @@ ToDaemon = (
     | Unpin
     | Status
     | Recall
+    | Scrape
 )
 Reply = FoundReply | Reserved | Count | StatusReply | Failed
 ToClient = Welcome | Refused | ExtentOpened | ExtentDropped | Answered | Arrived | Lost | Reply

@@ -105,8 +105,10 @@ class Client:
             self.kept.append(request)
 
     def begin_and_leave(self) -> None:
-        """Have some of everything under way."""
+        """Have some of everything under way, and the stores slow, so that there is more behind it."""
         world, chain = self.world, self._chain()
+        for backend in world.backends:
+            backend.trouble.latency_s = backend.context.timeout_s
         shard, span = chain.model.shards[0], range(len(chain))
         engine = Engine(len(chain) * BLOCKS)
         ids = engine.compute(chain, shard, span)
@@ -125,6 +127,8 @@ class Client:
         with self._at_once("prefetch"):
             job = self.world.cache.prefetch(chain)
         probing = 2 * max((tier.timeout_s for tier in self.world.plan.tiers), default=0.0)
+        if self.world.plan.max_leases < 1000:  # a lease that ends early is asked for again, and again
+            probing *= 100
         bound_s = self._longest_load_s() + probing
         self._watch(job, "prefetch", len(chain), bound_s, len(chain.model.shards))
         if self.rng.random() < 0.5 and not self.world.plan.abrupt:

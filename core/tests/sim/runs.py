@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 from lmcache_core import late
 from lmcache_core.buffers import Slab
@@ -17,7 +17,7 @@ from .safety import check_limits, check_rest
 from .scheduler import Scheduler, SimulationError
 from .stores import Records
 from .threads import Thread
-from .world import LONGEST, MODELS, Plan, World, build, plan_of, prompt, simulation
+from .world import LONGEST, MODELS, Plan, TierPlan, World, build, plan_of, prompt, simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,47 +57,66 @@ def _warm() -> None:
 
 def _run(plan: Plan) -> Outcome:
     with simulation(plan) as scheduler, contextlib.ExitStack() as at_end:
-        worlds = _build(scheduler, plan)
-        for world in worlds:
-            at_end.callback(_free, world.pool.slab)
         rng = random.Random(f"threads {plan.seed}")
-        scheduler.refuses = lambda name: name.endswith("-io") and rng.random() < plan.threads_refused
-        scheduler.at_points = lambda: [check_limits(world) for world in worlds]
-        clients = [Client(world, number) for world in worlds for number in range(plan.clients)]
-        threads = [Thread(scheduler, client.run, f"client {number}") for number, client in enumerate(clients)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if not plan.abrupt:
-            for world in worlds:
-                check_recovery(world)
-            for world in worlds:
-                wait_for_rest(world)
-                check_limits(world)
-                check_rest(world)
-        for world in worlds:
-            _close(world)
-        _expect_nothing_left(scheduler, worlds)
-        proven, jobs = (sum(counts) for counts in zip(*((w.proven, w.jobs["ended"]) for w in worlds), strict=True))
+        stored: set[bytes] = set()
+        shared = [Records() for _ in plan.tiers]
+        stores = [
+            [_kept(tier, kept) for tier, kept in zip(plan.tiers, shared, strict=True)] for _ in range(plan.caches)
+        ]
+        proven = jobs = 0
+        for again in (False, True) if plan.again else (False,):
+            worlds = []
+            for number, records in enumerate(stores):
+                left = [
+                    kept if not again or tier.traits.persistent or tier.traits.shared else Records()
+                    for tier, kept in zip(plan.tiers, records, strict=True)
+                ]
+                worlds.append(build(scheduler, plan, number + again * plan.caches, left, stored))
+                at_end.callback(_free, worlds[-1].pool.slab)
+            scheduler.refuses = lambda name: name.endswith("-io") and rng.random() < plan.threads_refused
+            scheduler.at_points = partial(_look_at, worlds)
+            _use(scheduler, worlds)
+            proven += sum(world.proven for world in worlds)
+            jobs += sum(world.jobs["ended"] for world in worlds)
+            scheduler.refuses = lambda name: False
         return Outcome(plan.seed, scheduler.trace, scheduler.steps, scheduler.now, proven, jobs)
+
+
+def _look_at(worlds: list[World]) -> None:
+    for world in worlds:
+        check_limits(world)
+
+
+def _kept(tier: TierPlan, shared: Records) -> Records:
+    """What one cache's tier keeps its records in."""
+    return shared if tier.traits.shared else Records()
+
+
+def _use(scheduler: Scheduler, worlds: list[World]) -> None:
+    """From the first call of the clients to the end of the last thread."""
+    plan = worlds[0].plan
+    clients = [Client(world, number) for world in worlds for number in range(plan.clients)]
+    threads = [Thread(scheduler, client.run, f"client {number}") for number, client in enumerate(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if not plan.abrupt:
+        for world in worlds:
+            check_recovery(world)
+        for world in worlds:
+            wait_for_rest(world)
+            check_limits(world)
+            check_rest(world)
+    for world in worlds:
+        _close(world)
+    _expect_nothing_left(scheduler, worlds)
 
 
 def _free(slab: Slab) -> None:
     """What a simulation that failed did not come to."""
     slab.on_drop = lambda extent: None
     slab.close()
-
-
-def _build(scheduler: Scheduler, plan: Plan) -> list[World]:
-    """The caches of a plan; they share what stores are shared, and know of each other's keys."""
-    stored: set[bytes] = set()
-    shared = [Records() for _ in plan.tiers]
-    worlds = []
-    for number in range(plan.caches):
-        own = [kept if tier.traits.shared else Records() for kept, tier in zip(shared, plan.tiers, strict=True)]
-        worlds.append(build(scheduler, plan, number, own, stored))
-    return worlds
 
 
 def _close(world: World) -> None:

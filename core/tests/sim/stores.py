@@ -72,8 +72,6 @@ class SimBackend(Backend[NoOptions]):
         self.traits = traits  # type: ignore[misc]  # of this instance
         self.trouble = trouble
         self.records = records
-        self.most_nbytes = 0
-        self.calls_running = 0
         self.closed = False
         self._scheduler = scheduler
         self._random = random.Random(scheduler.random.random())
@@ -107,77 +105,74 @@ class SimBackend(Backend[NoOptions]):
         return results
 
     def contains(self, key: ChunkKey) -> bool:
-        with self._call("contains", ()) as fault:
-            if fault == "lie":
-                return self._random.random() < 0.5
-            return key in self.records.data
+        fault = self._begin("contains", ())
+        if fault == "lie":
+            return self._random.random() < 0.5
+        return key in self.records.data
 
     def get(self, key: ChunkKey, into: memoryview) -> int | None:
-        with self._call("get", READS) as fault:
-            if fault == "vanish":
-                self.records.data.pop(key, None)
-            found = self.records.data.get(key)
-            if fault == "swap" and self.records.data:
-                found = self._random.choice(list(self.records.data.values()))
-            if found is None:
-                return None
-            data = found[0]
-            if len(data) > len(into):
-                raise ChunkCorrupt(f"{key!r} has {len(data)} bytes, at most {len(into)} were expected")
-            if fault == "flip":
-                at = self._somewhere(len(data))
-                data = data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :]
-            if fault == "truncate":
-                data = data[: len(data) // 2]
-            if fault == "nothing":
-                return len(data)
-            half = len(data) // 2
-            if fault != "tail_only":
-                into[:half] = data[:half]
-            before = bytes(into[:half])
-            self._pause()
-            self._expect_unchanged([into[:half]], [before])
-            into[half : len(data)] = data[half:] if fault != "tail_only" else bytes(len(data) - half)
+        fault = self._begin("get", READS)
+        if fault == "vanish":
+            self.records.data.pop(key, None)
+        found = self.records.data.get(key)
+        if fault == "swap" and self.records.data:
+            found = self._random.choice(list(self.records.data.values()))
+        if found is None:
+            return None
+        data = found[0]
+        if len(data) > len(into):
+            raise ChunkCorrupt(f"{key!r} has {len(data)} bytes, at most {len(into)} were expected")
+        if fault == "flip":
+            at = self._somewhere(len(data))
+            data = data[:at] + bytes([data[at] ^ 1 << self._random.randrange(8)]) + data[at + 1 :]
+        if fault == "truncate":
+            data = data[: len(data) // 2]
+        if fault == "nothing":
             return len(data)
+        half = len(data) // 2
+        if fault != "tail_only":
+            into[:half] = data[:half]
+        before = bytes(into[:half])
+        self._pause()
+        self._expect_unchanged([into[:half]], [before])
+        into[half : len(data)] = data[half:] if fault != "tail_only" else bytes(len(data) - half)
+        return len(data)
 
     def put(self, key: ChunkKey, data: memoryview) -> None:
-        with self._call("put", WRITES) as fault:
-            before = bytes(data)
-            self._pause()
-            self._expect_unchanged([data], [before])
-            if fault == "full":
-                raise BackendFull("simulated: no room")
-            if fault == "lose":
-                return
-            if fault == "rot":
-                at = self._somewhere(len(before))
-                before = before[:at] + bytes([before[at] ^ 255]) + before[at + 1 :]
-            if fault == "short":
-                before = before[: self._random.randrange(len(before))]
-            old = self.records.data.get(key)
-            nbytes = self.records.nbytes + len(before) - (len(old[0]) if old else 0)
-            if self.context.capacity_nbytes is not None and nbytes > self.context.capacity_nbytes:
-                raise BackendFull(f"simulated: {nbytes} bytes of {self.context.capacity_nbytes}")
-            self.records.data[key] = (before, EPOCH + self._scheduler.now)
-            if fault == "short":
-                raise BackendUnavailable("simulated: the connection broke")
+        fault = self._begin("put", WRITES)
+        before = bytes(data)
+        self._pause()
+        self._expect_unchanged([data], [before])
+        if fault == "full":
+            raise BackendFull("simulated: no room")
+        if fault == "lose":
+            return
+        if fault == "rot":
+            at = self._somewhere(len(before))
+            before = before[:at] + bytes([before[at] ^ 255]) + before[at + 1 :]
+        if fault == "short":
+            before = before[: self._random.randrange(len(before))]
+        old = self.records.data.get(key)
+        nbytes = self.records.nbytes + len(before) - (len(old[0]) if old else 0)
+        if self.context.capacity_nbytes is not None and nbytes > self.context.capacity_nbytes:
+            raise BackendFull(f"simulated: {nbytes} bytes of {self.context.capacity_nbytes}")
+        self.records.data[key] = (before, EPOCH + self._scheduler.now)
+        if fault == "short":
+            raise BackendUnavailable("simulated: the connection broke")
 
     def remove(self, key: ChunkKey) -> bool:
-        with self._call("remove", ()):
-            return self.records.data.pop(key, None) is not None
+        self._begin("remove", ())
+        return self.records.data.pop(key, None) is not None
 
     def entries(self, shard_id: bytes | None = None) -> Iterator[Entry]:
-        with self._call("entries", ()):
-            listed = list(self.records.data.items())
+        self._begin("entries", ())
+        listed = list(self.records.data.items())
         for key, (data, stored_at) in listed:
             if shard_id is None or key.shard_id == shard_id:
                 yield Entry(key, len(data), stored_at)
 
     def close(self) -> None:
         self.closed = True
-
-    def _call(self, verb: str, faults: tuple[str, ...]) -> _Call:
-        return _Call(self, verb, faults)
 
     def _somewhere(self, nbytes: int) -> int:
         """Half of the time in a record's payload, which is a small part of one so small."""
@@ -223,24 +218,6 @@ class SimBackend(Backend[NoOptions]):
             if point < 0:
                 return fault
         return ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    backend: SimBackend
-    verb: str
-    faults: tuple[str, ...]
-
-    def __enter__(self) -> str:
-        self.backend.calls_running += 1
-        try:
-            return self.backend._begin(self.verb, self.faults)
-        except BaseException:
-            self.backend.calls_running -= 1
-            raise
-
-    def __exit__(self, *exc: object) -> None:
-        self.backend.calls_running -= 1
 
 
 class SimFence:

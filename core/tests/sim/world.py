@@ -114,6 +114,8 @@ class Plan:
     models: int
     prompts: int
     pause_s: float
+    again: bool
+    """Opened a second time, over what is left in the stores."""
     threads_refused: float
     """How often a thread that is stuck cannot be replaced."""
     abrupt: bool
@@ -124,8 +126,8 @@ class Plan:
 
     @property
     def calm(self) -> bool:
-        """Whether nothing fails in it."""
-        return not self.device and not any(tier.rates or tier.outages for tier in self.tiers)
+        """Whether nothing fails in it, nor is slow."""
+        return not self.abrupt and not self.device and not any(tier.rates or tier.outages for tier in self.tiers)
 
 
 def plan_of(seed: int) -> Plan:
@@ -150,8 +152,9 @@ def plan_of(seed: int) -> Plan:
         models=rng.choice((1, 1, 2, 3, 4)),
         prompts=rng.choice((1, 3, 6)),
         pause_s=rng.choice((0.0005, 0.005, 0.05, 0.5)),
+        again=rng.random() < 0.2,
         threads_refused=rng.choice((0.0, 0.0, 0.5)),
-        abrupt=rng.random() < 0.2,
+        abrupt=rng.random() < 0.3,
         switch=rng.choice((0.02, 0.1, 0.3)),
         lines=rng.choice((0, 0, 0, 30, 300)),
         delay_s=rng.choice((0.0, 0.0, 0.001, 0.1)),

@@ -22,12 +22,16 @@ READY_S = 60.0
 
 
 class Server:
-    """One process that listens on `port`; it can be killed, started again, and stopped in its tracks."""
+    """One process that listens on `port`; it can be killed, started again, and stopped in its tracks.
+
+    `leaves` is a pattern of the files that it makes in /tmp for each of its `ports`, and leaves when it is killed.
+    """
 
     def __init__(
-        self, command: Callable[[int], Sequence[str]], folder: Path, *, ports: int = 1, env: Any = None
+        self, command: Callable[[int], Sequence[str]], folder: Path, *, ports: int = 1, leaves: str = ""
     ) -> None:
         self.port = free_port(ports)
+        self._leaves = [leaves.format(self.port + number) for number in range(ports)] if leaves else []
         self._command = [str(part) for part in command(self.port)]
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -56,6 +60,8 @@ class Server:
             self._process.kill()
             self._process.wait()
             self._process = None
+            for left in (path for pattern in self._leaves for path in Path("/tmp").glob(pattern)):
+                left.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def stalled(self) -> Iterator[None]:
@@ -151,7 +157,7 @@ def s3(folder: Path) -> Server:
         last = ["-s3.config=s3.json", f"-dir={folder}"]
         return [tool("weed"), "server", *fixed, *ports, *more, *s3_own, *last]
 
-    return Server(command, folder, ports=8)
+    return Server(command, folder, ports=8, leaves="seaweedfs-*-grpc-{}.sock")
 
 
 def make_s3_bucket(port: int) -> None:

@@ -72,6 +72,9 @@ def running(folder: Path) -> Iterator[Seaweed]:
     finally:
         process.kill()
         process.wait()
+        for offset in _OFFSETS:  # it makes them whatever it is told, and takes them away only when it ends by itself
+            for left in Path("/tmp").glob(f"seaweedfs-*-grpc-{port + offset}.sock"):
+                left.unlink(missing_ok=True)
 
 
 def _free_base() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -14,7 +15,9 @@ from ..backend import Entry
 from ..keys import ChunkKey
 
 _HEX: Final = {length: re.compile(f"[0-9a-f]{{{length}}}") for length in (2, 32, 64)}
-_TEMP: Final = re.compile(r"([A-Za-z0-9_-]{1,100})\.([0-9]{1,10})\.([0-9]{1,20})\.[0-9]{1,20}\.([0-9]{1,15})")
+_TEMP: Final = re.compile(r"([A-Za-z0-9_-]{1,100})\.([0-9]{1,10})\.([0-9]{1,20})\.[0-9]{1,20}\.([0-9]{1,19})")
+MAX_NBYTES: Final = 1 << 62
+"""No store holds more, nor twice as much."""
 _counter = itertools.count()
 
 
@@ -57,7 +60,9 @@ class Temp:
 def parse_temp(name: str) -> tuple[Writer, int] | None:
     """Writer and reserved bytes of a temporary file; `None` for a name that is not one of ours."""
     match = _TEMP.fullmatch(name)
-    return match and (Writer(match[1], int(match[2]), int(match[3])), int(match[4]))
+    if match is None or int(match[4]) > MAX_NBYTES:
+        return None
+    return Writer(match[1], int(match[2]), int(match[3])), int(match[4])
 
 
 def record_dir(key: ChunkKey) -> tuple[str, str]:
@@ -91,6 +96,12 @@ def open_directory(name: str, dir_fd: int) -> int:
     return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
 
 
+def close_fd(fd: int) -> None:
+    """Close what was not written to: it is closed also where the system says that this failed."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
 def _subdirectories(root_fd: int, parent: str, length: int) -> list[str]:
     try:
         fd = open_directory(parent, root_fd)
@@ -100,7 +111,7 @@ def _subdirectories(root_fd: int, parent: str, length: int) -> list[str]:
         with os.scandir(fd) as found:
             return [e.name for e in found if _HEX[length].fullmatch(e.name) and e.is_dir(follow_symlinks=False)]
     finally:
-        os.close(fd)
+        close_fd(fd)
 
 
 def _records(root_fd: int, shard: str, head: str) -> list[Entry]:
@@ -120,7 +131,7 @@ def _records(root_fd: int, shard: str, head: str) -> list[Entry]:
                 if is_ours(status):
                     entries.append(Entry(ChunkKey.from_text(shard + item.name), status.st_size, status.st_mtime))
     finally:
-        os.close(fd)
+        close_fd(fd)
     return entries
 
 
@@ -134,7 +145,7 @@ def _temps(root_fd: int, *path: str) -> Iterator[Temp]:
             if parsed is not None:
                 yield Temp(fd, name, *parsed)
     finally:
-        os.close(fd)
+        close_fd(fd)
 
 
 def _opened(root_fd: int, *path: str) -> int | None:
@@ -144,11 +155,13 @@ def _opened(root_fd: int, *path: str) -> int | None:
         for name in path:
             parent, fd = fd, open_directory(name, root_fd if fd < 0 else fd)
             if parent >= 0:
-                os.close(parent)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+                close_fd(parent)
+    except OSError as error:
         if fd >= 0:
-            os.close(fd)
-        return None
+            close_fd(fd)
+        if isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
+            return None
+        raise
     return fd
 
 

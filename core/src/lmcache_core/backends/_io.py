@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from ..errors import ChunkCorrupt
 from ..layout import PAGE_NBYTES, page_align
+from ._files import close_fd
 
 O_DIRECT: Final = os.O_DIRECT
 _ONE_CALL_NBYTES: Final = 1 << 30
@@ -67,7 +68,7 @@ def rename_new(source: str, target: str, dir_fd: int) -> bool:
 def probe_io(path: str, dir_fd: int, *, allow_direct: bool) -> bool:
     """Write a page to a new file and read it back; returns whether O_DIRECT works.  OSError where nothing does."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-    os.close(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))
+    close_fd(os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd))
     try:
         for mode in (O_DIRECT, 0) if allow_direct else (0,):
             try:

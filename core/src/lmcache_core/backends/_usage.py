@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..errors import BackendError, BackendFull, BackendUnavailable
-from ._files import Temp, Writer, is_ours, parse_temp, walk, walk_temps
+from ._files import MAX_NBYTES, Temp, Writer, close_fd, is_ours, parse_temp, walk, walk_temps
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,11 @@ class SharedTotal:
         self._timeout_s = timeout_s
         self._mutex = threading.Lock()
         self._line = b""
+        self._owed_lock = threading.Lock()
+        self._owed_nbytes = 0
+        """In use no more, and not taken off the total yet."""
+        self._settling_nbytes = 0
+        """What of that is to be with the next write of the total."""
         self._fd = -1
         self._lock_fd = os.open("lock", _FLAGS, 0o600, dir_fd=root_fd)
         try:
@@ -61,8 +66,19 @@ class SharedTotal:
     def __exit__(self, *exc: object) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
+        except OSError:
+            self._drop_lock()
         finally:
             self._mutex.release()
+
+    def _drop_lock(self) -> None:
+        """A lock that cannot be let go goes with its descriptor.  What was done under it stays done."""
+        with contextlib.suppress(OSError):
+            fresh = os.open("usage", _FLAGS, 0o600, dir_fd=self._root_fd)
+            try:
+                os.dup2(fresh, self._fd, inheritable=False)
+            finally:
+                close_fd(fresh)
 
     def reserve(self, nbytes: int) -> None:
         """Count `nbytes` before they are written; raises BackendFull, having counted nothing, beyond the limit."""
@@ -81,13 +97,15 @@ class SharedTotal:
         logger.info("gave back %d bytes that writers which have ended had reserved", freed)
 
     def give_back(self, nbytes: int) -> None:
+        """Take off the total what is in use no more; if that fails, it comes off with the next change."""
+        self._owe(nbytes)
         with self:
-            self.add(-nbytes)
+            self._write(*self._read())
 
-    def add(self, nbytes: int) -> None:
-        """Change the total; the caller holds the lock (`with total:`)."""
-        total, limit = self._read()
-        self._write(max(0, total + nbytes), limit)
+    def give_back_locked(self, nbytes: int) -> None:
+        """The same for a caller that holds the lock (`with total:`)."""
+        self._owe(nbytes)
+        self._write(*self._read())
 
     def read(self) -> tuple[int, int | None]:
         """Bytes in use, reservations included, and the limit that holds."""
@@ -109,7 +127,7 @@ class SharedTotal:
         finally:
             for each in (fd, lock_fd):
                 if each >= 0:
-                    os.close(each)
+                    close_fd(each)
 
     def _join(self, limit_nbytes: int | None) -> None:
         """Enter the circle of open backends, counting first where we are the only one."""
@@ -127,9 +145,9 @@ class SharedTotal:
             except BackendError:
                 logger.warning("the usage file of the disk store is damaged; counting anew")
                 self._recount(exclusive=False)
-            self._line = f"{self._writer.temp_name(limit_nbytes or 0)}\n".encode()
+            self._line = f"{self._writer.temp_name(min(limit_nbytes or 0, MAX_NBYTES))}\n".encode()
             lines = [*_lines(self._fd), self._line]
-            _rewrite(self._fd, self._read()[0], lines)
+            self._rewrite(lines)
         self._bury()
         limits = sorted({limit for writer, limit in map(_parsed, lines) if limit and not writer.is_dead(self._writer)})
         if limit_nbytes is not None and len(limits) > 1:
@@ -154,7 +172,7 @@ class SharedTotal:
                 self.give_back(temp.nbytes)
                 freed += temp.nbytes
         with self:
-            _rewrite(self._fd, self._read()[0], [line for line in _lines(self._fd) if line not in dead])
+            self._rewrite([line for line in _lines(self._fd) if line not in dead])
         return freed
 
     def _recount(self, *, exclusive: bool) -> None:
@@ -168,17 +186,42 @@ class SharedTotal:
         total += sum(entry.nbytes for entry in walk(self._root_fd))
         _rewrite(self._fd, total, [] if exclusive else _lines(self._fd))
 
+    def _owe(self, nbytes: int) -> None:
+        with self._owed_lock:
+            self._owed_nbytes += nbytes
+
     def _read(self) -> tuple[int, int]:
-        return _parse(os.pread(self._fd, _HEAD.size, 0))
+        """The total without what is owed, and the limit."""
+        try:
+            total, limit = _parse(os.pread(self._fd, _HEAD.size, 0))
+        except BackendError:
+            with self._owed_lock:
+                self._owed_nbytes = 0  # whoever counts anew does not find it
+            raise
+        with self._owed_lock:
+            self._settling_nbytes = self._owed_nbytes
+        return max(0, total - self._settling_nbytes), limit
 
     def _write(self, total: int, limit: int) -> None:
+        """Write what was made of `_read()`.  It may have been done also where it fails: that debt is not kept."""
+        with self._owed_lock:
+            self._owed_nbytes -= self._settling_nbytes
+        self._settling_nbytes = 0
         os.pwrite(self._fd, _HEAD.pack(_MAGIC, total, limit), 0)
+
+    def _rewrite(self, lines: list[bytes]) -> None:
+        """`_write` of the same total, with other lines."""
+        total, _ = self._read()
+        with self._owed_lock:
+            self._owed_nbytes -= self._settling_nbytes
+        self._settling_nbytes = 0
+        _rewrite(self._fd, total, lines)
 
 
 def _parse(head: bytes) -> tuple[int, int]:
     if len(head) == _HEAD.size:
         magic, total, limit = _HEAD.unpack(head)
-        if magic == _MAGIC and total >= 0:
+        if magic == _MAGIC and 0 <= total <= MAX_NBYTES and limit >= _NO_LIMIT:
             return int(total), int(limit)
     raise BackendError("the usage file of the disk store is damaged; it is counted anew at the next start")
 
@@ -186,7 +229,8 @@ def _parse(head: bytes) -> tuple[int, int]:
 def _lines(fd: int) -> list[bytes]:
     """One `Writer.temp_name(limit)` for each open backend, 0 for none; whatever else is there is passed over."""
     text = os.pread(fd, 1 << 20, _HEAD.size)
-    return [line for line in text.splitlines(keepends=True) if parse_temp(line.decode("ascii", "replace").rstrip("\n"))]
+    lines = text.split(b"\n")[:-1]  # what follows the last line's end is no line, and would spoil the next one
+    return [line + b"\n" for line in lines if parse_temp(line.decode("ascii", "replace"))]
 
 
 def _unlink(temp: Temp) -> bool:
@@ -200,7 +244,7 @@ def _unlink(temp: Temp) -> bool:
 
 
 def _parsed(line: bytes) -> tuple[Writer, int]:
-    parsed = parse_temp(line.decode().rstrip("\n"))
+    parsed = parse_temp(line.decode()[:-1])
     assert parsed is not None
     return parsed
 

@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import ClassVar, Final, Literal
 
 from ..backend import ApiVersion, Backend, Context, Entry, Traits
+from ..diagnosis import Diagnosis
 from ..errors import BackendError, BackendFull, BackendUnavailable, ChunkCorrupt, ConfigError
 from ..keys import ChunkKey
 from ..layout import PAGE_NBYTES
-from ._files import Writer, is_ours, open_directory, record_dir, walk
+from ._diagnosis import diagnose
+from ._files import Writer, close_fd, is_ours, open_directory, record_dir, walk
 from ._io import O_DIRECT, probe_io, read_file, rename_new, write_file
 from ._usage import SharedTotal
 
 logger = logging.getLogger(__name__)
 
 VERSION_DIR: Final = "v1"
-_KNOWN_DIRS: Final = 1 << 16
+_KNOWN_DIRS: Final = 1 << 14
 # O_NONBLOCK: opening a FIFO that somebody put there must not wait for its writer.  Regular files ignore it.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -65,7 +67,6 @@ class DiskBackend(Backend[DiskOptions]):
         if options.direct not in ("auto", "on", "off"):
             raise ConfigError(f"disk: direct must be auto, on or off, got {options.direct!r}")
         self._root = _root_path(options.path)
-        self._writer = Writer.current()
         self._guard = threading.Lock()
         self._active = 0
         self._closed = False
@@ -73,17 +74,18 @@ class DiskBackend(Backend[DiskOptions]):
         self._fd = -1
         with contextlib.ExitStack() as undo:
             with _naming(self._root):
+                self._writer = Writer.current()
                 self._fd = _open_version_dir(self._root)
-                undo.callback(os.close, self._fd)
+                undo.callback(close_fd, self._fd)
                 probe = self._writer.temp_name(0)
                 self._direct = probe_io(probe, self._fd, allow_direct=options.direct != "off")
                 self._total = SharedTotal(self._fd, self._writer, context.capacity_nbytes, context.timeout_s)
                 undo.callback(self._total.close)
+                used, limit = self._total.read()
             if options.direct == "on" and not self._direct:
                 raise ConfigError(f"disk: direct is on, but O_DIRECT does not work in {self._root}")
             undo.pop_all()
         self.io_mode: Literal["direct", "buffered"] = "direct" if self._direct else "buffered"
-        used, limit = self._total.read()
         logger.info("disk store %s: %s I/O, %d bytes in use, limit %s", self._root, self.io_mode, used, limit)
 
     @property
@@ -92,6 +94,8 @@ class DiskBackend(Backend[DiskOptions]):
         self._enter()
         try:
             return self._total.read()[0]
+        except OSError as error:
+            raise _fault(error, "count", None) from error
         finally:
             self._leave()
 
@@ -130,7 +134,7 @@ class DiskBackend(Backend[DiskOptions]):
                     raise ChunkCorrupt(f"{key!r} has {nbytes} bytes on disk, at most {len(into)} were expected")
                 return read_file(fd, nbytes, into, direct)
             finally:
-                os.close(fd)
+                close_fd(fd)
         except OSError as error:
             raise _fault(error, "read", key) from error
         finally:
@@ -144,12 +148,13 @@ class DiskBackend(Backend[DiskOptions]):
         self._enter()
         try:
             self._total.reserve(nbytes)
+            written = False
             try:
-                self._make_dir(directory)
-                self._write(temp, data)
+                self._write(directory, temp, data)
+                written = True
                 self._publish(temp, f"{directory}/{name}")
             except BaseException:
-                self._discard(temp, nbytes)
+                self._discard(temp, nbytes, written)
                 raise
         except OSError as error:
             raise _fault(error, "write", key) from error
@@ -171,7 +176,8 @@ class DiskBackend(Backend[DiskOptions]):
                 if not is_ours(status):
                     return False
                 os.unlink(path, dir_fd=self._fd)
-                self._total.add(-status.st_size)
+                self._prune(directory)
+                self._total.give_back_locked(status.st_size)
             return True
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
@@ -179,7 +185,7 @@ class DiskBackend(Backend[DiskOptions]):
             raise _fault(error, "remove", key) from error
         finally:
             if held >= 0:
-                os.close(held)
+                close_fd(held)
             self._leave()
 
     def entries(self, shard_id: bytes | None = None) -> Iterator[Entry]:
@@ -192,6 +198,15 @@ class DiskBackend(Backend[DiskOptions]):
         finally:
             self._leave()
 
+    def diagnose(self) -> Iterator[Diagnosis]:
+        """For `lmc doctor`."""
+        self._enter()
+        try:
+            used, limit = self._total.read()
+            yield from diagnose(self._root, direct=self._direct, used_nbytes=used, limit_nbytes=limit)
+        finally:
+            self._leave()
+
     def close(self) -> None:
         with self._guard:
             self._closed = True
@@ -200,7 +215,7 @@ class DiskBackend(Backend[DiskOptions]):
             fd, self._fd = self._fd, -1
         if fd >= 0:
             self._total.close()
-            os.close(fd)
+            close_fd(fd)
 
     def _enter(self) -> None:
         with self._guard:
@@ -224,21 +239,24 @@ class DiskBackend(Backend[DiskOptions]):
                     raise
         return os.open(path, _READ, dir_fd=self._fd), False
 
-    def _write(self, temp: str, data: memoryview) -> None:
+    def _write(self, directory: str, temp: str, data: memoryview) -> None:
         direct = self._direct and len(data) >= PAGE_NBYTES
-        flags = _WRITE | (O_DIRECT if direct else 0)
-        try:
-            fd = os.open(temp, flags, 0o600, dir_fd=self._fd)
-        except FileNotFoundError:
-            # Somebody removed the directory that we knew.
-            directory = os.path.dirname(temp)
-            self._dirs.discard(directory)
-            self._make_dir(directory)
-            fd = os.open(temp, flags, 0o600, dir_fd=self._fd)
+        fd = self._create(directory, temp, _WRITE | (O_DIRECT if direct else 0))
         try:
             write_file(fd, data, direct)
         finally:
             os.close(fd)
+
+    def _create(self, directory: str, temp: str, flags: int) -> int:
+        if directory in self._dirs:
+            try:
+                return os.open(temp, flags, 0o600, dir_fd=self._fd)
+            except FileNotFoundError:
+                pass  # somebody removed the directory that we knew
+        with self._total:  # without which none of us removes one
+            self._dirs.discard(directory)
+            self._make_dir(directory)
+            return os.open(temp, flags, 0o600, dir_fd=self._fd)
 
     def _publish(self, temp: str, path: str) -> None:
         if rename_new(temp, path, self._fd):
@@ -247,9 +265,16 @@ class DiskBackend(Backend[DiskOptions]):
             replaced = self._size_of(path)
             os.rename(temp, path, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             if replaced:
-                # The record is there by now; failing here would count it as absent.
+                # The record is there by now; failing here would say that it is not.
                 with contextlib.suppress(OSError, BackendError):
-                    self._total.add(-replaced)
+                    self._total.give_back_locked(replaced)
+
+    def _prune(self, directory: str) -> None:
+        """Remove the directories of a record if they are empty now; who makes one holds the lock, too."""
+        with contextlib.suppress(OSError):
+            os.rmdir(directory, dir_fd=self._fd)
+            self._dirs.discard(directory)
+            os.rmdir(directory[:32], dir_fd=self._fd)
 
     def _size_of(self, path: str) -> int:
         try:
@@ -260,11 +285,14 @@ class DiskBackend(Backend[DiskOptions]):
             raise BackendError(f"{self._root}/{VERSION_DIR}/{path} is in the way and not a record; it is left alone")
         return status.st_size
 
-    def _discard(self, temp: str, nbytes: int) -> None:
+    def _discard(self, temp: str, nbytes: int, written: bool) -> None:
         # Trouble here leaves the total too high until the store is counted again, never too low.
         with contextlib.suppress(OSError, BackendError):
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 os.unlink(temp, dir_fd=self._fd)
+            except FileNotFoundError:
+                if written:
+                    return  # it was renamed, whatever the call said
             self._total.give_back(nbytes)
 
     def _is_safe(self, directory: str) -> bool:
@@ -324,7 +352,7 @@ def _open_version_dir(root: Path) -> int:
             os.mkdir(VERSION_DIR, 0o700, dir_fd=fd)
         return open_directory(VERSION_DIR, fd)
     finally:
-        os.close(fd)
+        close_fd(fd)
 
 
 @contextlib.contextmanager
@@ -334,6 +362,6 @@ def _naming(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         cause = error.strerror or str(error)
-        if root.is_symlink():
+        if os.path.islink(root):
             cause = "it is a symbolic link; name the directory itself"
         raise ConfigError(f"disk: cannot use {root}: {cause}") from error

@@ -14,16 +14,22 @@ COMMANDS: Final = {
     "clear": (".control:clear", "Remove one namespace, or everything, from a daemon."),
     "config": (".config", "Check, show, begin or migrate a configuration file."),
     "conform": (".conform", "Run the conformance laws on a plugin."),
+    "doctor": (".doctor", "Look at the whole setup, and say what to mend."),
     "drain": (".control:drain", "Have a daemon write what is not written, and take no new stores."),
+    "du": (".store:du", "Show what a store holds, by namespace and age."),
+    "explain": (".explain", "Say where two prompts part, or why a request missed."),
     "key": (".key", "Print the keys of a prompt's chunks."),
     "new": (".new", "Begin a plugin of your own: a complete package whose tests pass."),
     "pin": (".prompts:pin", "Keep a prompt's chunks in a daemon's memory."),
     "ping": (".control:ping", "Ask whether a daemon answers."),
     "plugins": (".plugins", "List the installed plugins without importing them."),
     "prefetch": (".prompts:prefetch", "Bring a prompt's chunks into a daemon's memory."),
+    "repair": (".store:repair", "Remove from a store what is broken, and only that."),
     "serve": (".serve", "Run the daemon: one cache for every engine on this node."),
     "status": (".status", "Show how a daemon is."),
+    "top": (".top", "Watch a daemon: requests, hits, tiers, the latest misses."),
     "unpin": (".prompts:unpin", "End what `lmc pin` keeps."),
+    "verify": (".store:verify", "Read every record of a store, and say which are broken."),
 }
 """Name: module (and the command in it, if it is not `command`) and the line that `--help` shows."""
 

@@ -22,16 +22,15 @@ from lmcache_core.config import (
     MEMORY,
     CacheConfig,
     PluginsConfig,
-    Setting,
     TierConfig,
     find_config,
     load_config,
     parse_config,
-    settings,
 )
 from lmcache_core.errors import CacheError, PluginError
 from lmcache_core.nodes import MAX_TEXT_NBYTES
 from lmcache_core.options import Origins
+from lmcache_core.settings import Setting, settings
 
 from . import incumbent, schema
 
@@ -88,9 +87,9 @@ def check(option: Path | None, file: Path | None) -> None:
     """Read the configuration, load each plugin that it names, and check the options against it."""
     path = _one(option, file)
     config = load_config(path)
-    problems = list(_problems(config))
-    if problems:
-        raise CacheError("\n".join(problems))
+    found = list(problems(config))
+    if found:
+        raise CacheError("\n".join(found))
     tiers = ", ".join(f"{tier.name} ({tier.backend})" for tier in config.tiers)
     click.echo(f"{find_config(path, os.environ) or 'defaults'}: fine; tiers: {tiers}")
 
@@ -102,7 +101,7 @@ def check(option: Path | None, file: Path | None) -> None:
 def show(option: Path | None, file: Path | None, as_json: bool) -> None:
     """Print each effective value and where it came from; secrets are masked."""
     config = load_config(_one(option, file))
-    table = [setting for part in _parts(config) for setting in part]
+    table = [setting for part in parts(config) for setting in part]
     if as_json:
         click.echo(json.dumps([asdict(setting) for setting in table], indent=1))
         return
@@ -186,10 +185,11 @@ def _migrated_text(path: Path, made: incumbent.Migration) -> str:
     lines += [f"# Needs the environment variable {variable}." for variable in made.environ]
     lines += ["# Not carried over:"] if made.notes else []
     lines += [f"#   {note.key}: {note.value}: {note.why}".replace("\n", " ") for note in made.notes]
-    return "\n".join(lines) + "\n" + yaml.safe_dump(made.config, sort_keys=False, allow_unicode=True)
+    text = "\n".join(lines) + "\n" + yaml.safe_dump(made.config, sort_keys=False, allow_unicode=True)
+    return text.encode("utf-8", "backslashreplace").decode()  # YAML has escapes for what is no text
 
 
-def _problems(config: CacheConfig) -> Iterator[str]:
+def problems(config: CacheConfig) -> Iterator[str]:
     """What is wrong beyond the file itself: plugins that are missing or broken, options they do not take."""
     use = config.plugins
     for tier in config.tiers:
@@ -238,7 +238,7 @@ def _typed_options(tier: TierConfig, use: PluginsConfig, origins: Origins) -> An
     return tier.options.into(kind, origins)
 
 
-def _parts(config: CacheConfig) -> Iterator[Iterator[Setting]]:
+def parts(config: CacheConfig) -> Iterator[Iterator[Setting]]:
     """The settings with the options of each tier as its plugin understands them, or as written where it cannot."""
     yield (s for s in settings(config, "", config.origins) if not s.path.startswith("tiers."))
     for tier in config.tiers:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from lmcache_core.errors import ConfigError
-from lmcache_core.spelling import did_you_mean
+from lmcache_core.spelling import did_you_mean, shown
 from lmcache_core.units import format_nbytes
 
 GIB: Final = 1 << 30
@@ -68,6 +69,7 @@ _NO_COUNTERPART: Final = (
     (r"local_disk_path_sharding", "one directory serves every process; records are spread over its folders"),
     (r"nixl_peer_port", "handing KV from prefill to decode nodes is not part of this file"),
 )  # fmt: skip
+_FROM_EXTRA: Final = frozenset(("username", "password", "s3_region", "aws_access_key_id", "aws_secret_access_key"))
 _TIERS: Final = frozenset(
     [
         "chunk_size",
@@ -110,15 +112,16 @@ def migrate(theirs: Mapping[str, Any]) -> Migration:
     for key, value in theirs.items():
         name = ALIASES.get(key, key)
         if name in _TIERS:
-            values[name] = value
+            values[name] = value if name == "extra_config" else _one_value(key, value)
         else:
-            made.notes.append(Note(key, _shown(key, value), _why_not(name)))
+            made.notes.append(Note(shown(key), _shown(key, value), _why_not(name)))
     made.config["chunk_tokens"] = _number(values, "chunk_size", int, 256)
     timeout = values.get("blocking_timeout_secs")
     policy = _policy(values, made)
     extra = values.get("extra_config") or {}
     if not isinstance(extra, Mapping):
         raise ConfigError("extra_config: expected a mapping")
+    extra = {k: _one_value(f"extra_config.{k}", v) if k in _FROM_EXTRA else v for k, v in extra.items()}
     used: set[str] = set()
     tiers = [*_memory(values, made), *_disk(values, made), *_remote(values, made, extra, used)]
     for tier in tiers:
@@ -132,7 +135,7 @@ def migrate(theirs: Mapping[str, Any]) -> Migration:
     for key, value in extra.items():
         if key not in used:
             why = "belongs to a part that does not map, or has no counterpart"
-            made.notes.append(Note(f"extra_config.{key}", _shown(str(key), value), why))
+            made.notes.append(Note(f"extra_config.{shown(_text(key))}", _shown(str(key), value), why))
     if not tiers:
         made.config["tiers"] = [{"name": "host", "backend": "memory", "capacity": "1GiB"}]
         made.notes.append(Note("local_cpu", "false", "a cache needs a tier: a small one in host memory was put in"))
@@ -182,10 +185,12 @@ def _remote(
     serde = values.get("remote_serde")
     if serde not in (None, "naive"):
         why = "a lossy codec changes what the model says; `codec: zstd` (lmcache-codec-zstd) loses nothing"
-        made.notes.append(Note("remote_serde", str(serde), why))
+        made.notes.append(Note("remote_serde", _shown("remote_serde", serde), why))
     if not url:
         return []
-    scheme, _, rest = str(url).partition("://")
+    if not isinstance(url, str):
+        raise ConfigError(f"remote_url: {_shown('remote_url', url)!r} is not a URL")
+    scheme, _, rest = url.partition("://")
     if scheme in ("redis", "rediss", "unix", "valkey", "redis-cluster", "resp"):
         return [_redis(scheme, str(url), made, extra, used)]
     if scheme == "s3":
@@ -193,20 +198,32 @@ def _remote(
     if scheme == "fs":
         path = "/" + rest.partition("/")[2].lstrip("/")
         made.notes.append(
-            Note("remote_url", str(url), "a directory that several nodes see is a disk tier; state a capacity")
+            Note(
+                "remote_url",
+                _shown("remote_url", url),
+                "a directory that several nodes see is a disk tier; state a capacity",
+            )
         )
         return [{"name": "shared", "backend": "disk", "options": {"path": path}}]
     if scheme == "azure":
         container = rest.strip("/")
         made.notes.append(
-            Note("remote_url", str(url), "credentials go under `options: {secrets: ...}`: see lmcache-fsspec")
+            Note(
+                "remote_url",
+                _shown("remote_url", url),
+                "credentials go under `options: {secrets: ...}`: see lmcache-fsspec",
+            )
         )
         return [{"name": "remote", "backend": "fsspec", "options": {"url": f"az://{container}"}}]
+    unknown = _shown("remote_url", scheme)
     why = {
         "redis-sentinel": "write the backend redis with `url: redis://SENTINEL,SENTINEL` and `master: NAME`",
         "lm": "its own server has no counterpart: `lmc serve` is one cache for a node, a store joins nodes",
-    }.get(scheme, f"no backend here is known to speak {scheme}; `lmc plugins` lists the installed ones")
-    made.notes.append(Note("remote_url", _clean_url(str(url)), why))
+    }.get(
+        scheme,
+        f"no backend here is known to speak {unknown}; `lmc plugins` lists the installed ones",
+    )
+    made.notes.append(Note("remote_url", _shown("remote_url", url), why))
     return []
 
 
@@ -217,7 +234,10 @@ def _redis(scheme: str, url: str, made: Migration, extra: Mapping[str, Any], use
         options["url"] = url
         user = password = None
     else:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ConfigError(f"remote_url: {_shown('remote_url', url)!r} is not a URL: {error}") from error
         user, password = parts.username, parts.password
         place = parts.netloc.rpartition("@")[2] + parts.path.rstrip("/")
         options["url"] = f"{'redis' if scheme in ('redis-cluster', 'resp') else scheme}://{place}"
@@ -227,7 +247,7 @@ def _redis(scheme: str, url: str, made: Migration, extra: Mapping[str, Any], use
     password = extra.get("password") or password
     used.update({"username", "password"} & set(extra))
     if user:
-        options["username"] = unquote(str(user))
+        options["username"] = unquote(str(user)).replace("$${", "${").replace("${", "$${")
     if password:
         options["password"] = _variable(f"{backend}_password", made)
     return {"name": "remote", "backend": backend, "options": options}
@@ -264,8 +284,17 @@ def _policy(values: Mapping[str, Any], made: Migration) -> str:
     if theirs is None:
         return ""
     if str(theirs).upper() not in _POLICIES:
-        made.notes.append(Note("cache_policy", str(theirs), "no such policy; the default s3fifo resists scans"))
+        made.notes.append(
+            Note("cache_policy", _shown("cache_policy", theirs), "no such policy; the default s3fifo resists scans")
+        )
     return _POLICIES.get(str(theirs).upper(), "")
+
+
+def _one_value(key: str, value: Any) -> Any:
+    """What becomes a value of ours: `${` is not the beginning of a variable there, as it would be here."""
+    if isinstance(value, (Mapping, list, tuple, set)):
+        raise ConfigError(f"{key}: expected one value")
+    return value.replace("${", "$${") if isinstance(value, str) else value
 
 
 def _number(values: Mapping[str, Any], key: str, kind: type[Any], default: float) -> Any:
@@ -273,9 +302,12 @@ def _number(values: Mapping[str, Any], key: str, kind: type[Any], default: float
     if value is None:
         return default
     try:
-        return kind(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: {value!r} is not a number") from error
+        number = kind(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{key}: {_text(value)!r} is not a number") from error
+    if abs(number) >= 1 << 63:
+        raise ConfigError(f"{key}: {_text(value)!r} is too large")
+    return number
 
 
 def _gib(values: Mapping[str, Any], key: str, default: float) -> int:
@@ -297,9 +329,18 @@ def _why_not(key: str) -> str:
 def _shown(key: str, value: Any) -> str:
     if any(word in key.lower() for word in _SECRETS):
         return "***"
-    text = _clean_url(str(value))
+    text = _clean_url(_text(value))
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
+def _text(value: Any) -> str:
+    """Bounded: a file of a page can name a list of billions, and a number without end."""
+    if isinstance(value, (Mapping, list, tuple, set)):
+        return reprlib.repr(value)
+    if isinstance(value, int) and abs(value) >= 1 << 63:
+        return "a number of many digits"
+    return str(value)
+
+
 def _clean_url(text: str) -> str:
-    return re.sub(r"(://[^/@\s:]*:)[^@/\s]+(?=@)", r"\1***", text)
+    return re.sub(r":(?!//)[^@/\s]+(?=@)", ":***", text)

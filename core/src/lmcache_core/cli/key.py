@@ -137,6 +137,11 @@ def _tokens(text: str | None, stream: IO[bytes] | None) -> list[int]:
             raise CacheError(f"{source}: larger than the limit of {MAX_TOKENS_NBYTES} bytes")
         text = raw.decode("utf-8", "replace")
     assert text is not None
+    return token_ids(text, source)
+
+
+def token_ids(text: str, source: str) -> list[int]:
+    """The ids in a JSON array or a list separated by commas or spaces."""
     words = re.split(r"[\s,]+", text.strip().removeprefix("[").removesuffix("]").strip())
     ids = []
     for place, word in enumerate(words):

@@ -16,6 +16,8 @@ from lmcache_core.config import load_config
 from lmcache_core.errors import ConfigError, PluginError
 from lmcache_core.plugins import PluginInfo
 
+from .display import table
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -36,12 +38,12 @@ class Row:
 @click.option("--load", is_flag=True, help="Import each one and say what came of it; exit status 1 if one fails.")
 @click.option("--config", "path", type=click.Path(path_type=Path), help="Configuration whose plugins.disable to obey.")
 def command(as_json: bool, load: bool, path: Path | None) -> None:
-    table = rows(_disabled(path), load)
+    found = rows(_disabled(path), load)
     if as_json:
-        click.echo(json.dumps([asdict(row) for row in table], indent=1))
+        click.echo(json.dumps([asdict(row) for row in found], indent=1))
     else:
-        _print_table(table)
-    if any(row.state == "failed" for row in table):
+        _print_table(found)
+    if any(row.state == "failed" for row in found):
         sys.exit(1)
 
 
@@ -95,15 +97,14 @@ def _disabled(path: Path | None) -> tuple[str, ...]:
         return ()
 
 
-def _print_table(table: list[Row]) -> None:
-    if not table:
+def _print_table(rows: list[Row]) -> None:
+    if not rows:
         click.echo("no plugins are installed")
         return
     lines = [("GROUP", "NAME", "DISTRIBUTION", "VERSION", "API", "STATE")]
-    lines += [(row.group, row.name, row.distribution, row.version, row.api, row.state) for row in table]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    for row in table:
+    lines += [(row.group, row.name, row.distribution, row.version, row.api, row.state) for row in rows]
+    for line in table(lines):
+        click.echo(line)
+    for row in rows:
         if row.detail:
             click.echo(f"\n{row.detail}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from .display import ago, size, table
 from .target import target_of, target_options
 
 
@@ -24,7 +25,7 @@ def command(as_json: bool, **where: Any) -> None:
 def lines(status: dict[str, Any]) -> Iterator[str]:
     """A status as `lmc status` prints it."""
     state = status["problem"] or "ready"
-    yield f"{state}: lmcache-core {status['version']}, pid {status['pid']}, up {_ago(status['uptime_s'])}"
+    yield f"{state}: lmcache-core {status['version']}, pid {status['pid']}, up {ago(status['uptime_s'])}"
     places = [status["socket"], *(f"{kind} {status[kind]}" for kind in ("http", "tcp") if status[kind])]
     yield f"on {', '.join(places)}; boot id {status['boot_id']}"
     held = [
@@ -45,27 +46,9 @@ def lines(status: dict[str, Any]) -> Iterator[str]:
         queued = f"{tier['queued_loads']} loads, {tier['queued_stores']} stores"
         fill = _fill(tier["records"], tier["used_nbytes"], tier["capacity_nbytes"])
         rows.append((tier["name"], tier["backend"], state[:60], *fill, queued))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    yield from table(rows)
 
 
 def _fill(records: int, used: int, capacity: int | None) -> tuple[str, str, str, str]:
     share = f"{100 * used / capacity:.0f} %" if capacity else "-"
-    return f"{records:,}", _size(used), _size(capacity) if capacity else "-", share
-
-
-def _size(nbytes: int) -> str:
-    size = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-
-
-def _ago(seconds: float) -> str:
-    for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= unit:
-            return f"{seconds / unit:.1f} {name}"
-    return f"{seconds:.0f} s"
+    return f"{records:,}", size(used), size(capacity) if capacity else "-", share

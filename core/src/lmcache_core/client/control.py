@@ -72,6 +72,10 @@ class Control:
         recall = wire.Recall(next(self._calls), request, b"".join(digests), limit)
         return self._ask(recall, wire.StatusReply, timeout_s).status
 
+    def scrape(self, timeout_s: float) -> str:
+        """The daemon's metrics in Prometheus' text format."""
+        return str(self._ask(wire.Scrape(next(self._calls)), wire.StatusReply, timeout_s).status["text"])
+
     def drain(self, timeout_s: float) -> bool:
         """Refuse new stores and write what is not written; False when that was not done in time."""
         drain = wire.Drain(next(self._calls), timeout_s, refuse_new=True)

@@ -1,4 +1,4 @@
-"""What people and scripts ask of a daemon, over either of its sockets: status, recall, drain, clear, pin, unpin."""
+"""What people and scripts ask of a daemon, over either of its sockets: how it is, and that it does something."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _SLICE_S: Final = 0.5
 
 MAX_RECALLED: Final = 4096
 
-Command = wire.Status | wire.Recall | wire.Drain | wire.Clear | wire.Pin | wire.Unpin
+Command = wire.Status | wire.Recall | wire.Scrape | wire.Drain | wire.Clear | wire.Pin | wire.Unpin
 
 
 class Commands:
     """Runs on the daemon's loop.  `answer` gives a coroutine, since a drain takes its time."""
 
-    def __init__(self, pool: Pool, status: Callable[[], dict[str, object]]) -> None:
+    def __init__(self, pool: Pool, status: Callable[[], dict[str, object]], metrics: Callable[[], str]) -> None:
         self.draining = False
         """No new stores are taken."""
         self._pool = pool
         self._status = status
+        self._metrics = metrics
         self._drains = asyncio.Lock()
         self._stopping = False
         self._families: OrderedDict[bytes, set[bytes]] = OrderedDict()
@@ -56,6 +57,9 @@ class Commands:
                 digests = wire.split_digests(command.digests)[:MAX_RECALLED]
                 limit = max(0, min(command.limit, MAX_RECALLED))
                 return wire.StatusReply(command.call, self._pool.history.report(command.request, digests, limit))
+            case wire.Scrape():
+                loop = asyncio.get_running_loop()  # not on its thread: the first time, a library is imported
+                return wire.StatusReply(command.call, {"text": await loop.run_in_executor(None, self._metrics)})
             case wire.Drain():
                 if command.refuse_new and not self.draining:
                     self.draining = True

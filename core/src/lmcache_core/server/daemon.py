@@ -62,7 +62,7 @@ class Daemon:
         self.metrics.gauge("clients", GAUGES["clients"], lambda: {(): float(self._clients())})
         add_plugin_gauge(self.metrics, used_plugins(config), config.plugins.disable)
         self._sessions: dict[int, Session] = {}
-        self.commands = Commands(self._pool, self.status)
+        self.commands = Commands(self._pool, self.status, self.metrics.prometheus_text)
         self._tasks: dict[asyncio.Task[None], socket.socket] = {}
         self._drains: set[asyncio.Task[None]] = set()
         self._grace_s = grace_s

@@ -94,7 +94,7 @@ class TcpServer:
                     self._check(message)
                     welcomed = True
                     await _send(writer, wire.Welcome(wire.PROTOCOL, self._boot_id, os.getpid()))
-                elif isinstance(message, wire.Status | wire.Recall | wire.Drain | wire.Clear):
+                elif isinstance(message, wire.Status | wire.Recall | wire.Scrape | wire.Drain | wire.Clear):
                     await _send(writer, await self._commands.answer(message, _no_chain))
                 else:
                     raise wire.WireError(f"{type(message).__name__} is not for TCP, which shares no memory")

@@ -43,7 +43,11 @@ PACKED: Final = Plane("packed", lambda blocks, n: (blocks, n), lambda base: base
 APART: Final = Plane("keys and values apart", lambda blocks, n: (2, blocks, n // 2), lambda base: base.swapaxes(0, 1))
 PADDED: Final = Plane("padded blocks", lambda blocks, n: (blocks, n + 5), lambda base: base[:, : base.shape[1] - 5])
 SPREAD: Final = Plane("every second block", lambda blocks, n: (2 * blocks, n), lambda base: base[::2])
-STRIDED: Final = (APART, PADDED, SPREAD)
+HEADS_FIRST: Final = Plane(
+    "tokens and heads swapped", lambda blocks, n: (blocks, 4, n // 4), lambda base: base.swapaxes(1, 2)
+)
+ALL_LAYERS: Final = Plane("all layers in one storage", lambda blocks, n: (blocks, 3, n), lambda base: base[:, 1])
+STRIDED: Final = (APART, PADDED, SPREAD, HEADS_FIRST, ALL_LAYERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ SHAPES: Final = (
     Shape("keys and values in one region", _layout(("kv", 3, 1024)), "float16"),
     Shape("keys and values in two regions", _layout(("k", 2, 512), ("v", 2, 768)), "float32"),
     Shape("latents", _layout(("latent", 3, 16 * 18)), "int16"),
+    Shape("one block for each token", _layout(("k", 2, 96), ("v", 2, 96), block_tokens=1), "int16"),
     Shape("odd bytes", _layout(("state", 2, 7)), "uint8"),
     Shape("one block in a chunk", _layout(("kv", 2, 2048), block_tokens=CHUNK_TOKENS), "int32"),
     Shape("eight-byte elements", _layout(("kv", 1, 64)), "float64"),
@@ -89,7 +94,8 @@ class Engine:
         self.shape = shape
         self.layout = shape.layout
         # As many as four chunks need, where blocks are large.
-        self.blocks = BLOCKS if shape.layout.nbytes < 1 << 20 else 4 * shape.layout.blocks(shape.layout.regions[0])
+        enough = 4 * shape.layout.blocks(shape.layout.regions[0])
+        self.blocks = BLOCKS if shape.layout.nbytes < 1 << 20 and enough <= BLOCKS else enough
         self._patterns = patterns
         self._random = np.random.default_rng(seed)
         self.expected = [[self._content(region) for _ in range(region.layers)] for region in self.layout.regions]
@@ -256,9 +262,18 @@ class DeviceSubject(Laws):
         """The fence of `work`, which the engine has yet to do.  Optional: queue it on a stream of the device."""
         return Late(work)
 
+    def engine_stream(self) -> Any:
+        """The stream that `to_host` reads on; what `Fence.make_stream_wait` is given."""
+        if self.device.torch_type == "cpu":
+            return None
+        return getattr(_torch(), self.device.torch_type).current_stream()
+
     def device_nbytes(self) -> int:
-        """Optional: memory of the device in use, so that growth is seen."""
-        return 0
+        """Memory of the device in use, so that growth is seen; by default what torch counts."""
+        if self.device.torch_type == "cpu":
+            return 0
+        module = getattr(_torch(), self.device.torch_type)
+        return int(module.memory_allocated()) if hasattr(module, "memory_allocated") else 0
 
     @property
     def device(self) -> Device:

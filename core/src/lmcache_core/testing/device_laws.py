@@ -241,6 +241,42 @@ class DeviceLaws(DeviceSubject):
             expect(fence.done() is True, f"the fence of {name} is not done after it was waited for")
             expect(fence.wait(None) is True, f"the fence of {name} is not complete when waited for again")
 
+    @law(since=(1, 0))
+    def test_a_stream_that_was_made_to_wait_for_a_fence_sees_the_copy(self) -> None:
+        for seed in range(5):
+            engine = Engine(self, SHAPES[-1], seed=seed)
+            ids = engine.some_ids(2)
+            chunks = random_chunks(engine.layout, 2, seed=17 + seed)
+            buffers = Buffers(engine.layout, 2).fill(chunks)
+            fence = self.device.scatter(buffers.views, engine.layout, engine.pages, ids)
+            fence.make_stream_wait(self.engine_stream())
+            engine.store(chunks, ids)
+            try:
+                engine.check("scatter, read on a stream that was made to wait")
+            finally:
+                complete(fence, "scatter")
+
+    @law(since=(1, 0))
+    def test_layer_by_layer_is_the_same_as_all_at_once(self) -> None:
+        """As an engine does that computes one layer while others are copied: many copies in flight, none waited for."""
+        for shape in (KV, SHAPES[-1]):
+            engine = Engine(self, shape, seed=18)
+            ids = engine.some_ids(4)
+            chunks = random_chunks(shape.layout, 2, seed=19)
+            per_chunk = engine.layout.blocks(engine.first)
+            read, written = ids[: 2 * per_chunk], ids[2 * per_chunk :]
+            out, src = Buffers(shape.layout, 2), Buffers(shape.layout, 2).fill(chunks)
+            fences = []
+            for layer in range(engine.first.layers):
+                one = range(layer, layer + 1)
+                fences.append(self.device.gather(engine.pages, read, shape.layout, out.views, layers=one))
+                fences.append(self.device.scatter(src.views, shape.layout, engine.pages, written, layers=one))
+            for fence in fences:
+                complete(fence, "a copy of one layer")
+            out.check(engine.chunks(read), f"gather layer by layer ({shape})")
+            engine.store(chunks, written)
+            engine.check("after scatter layer by layer")
+
     # Use.
 
     @law(since=(1, 0))

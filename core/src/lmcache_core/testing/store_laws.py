@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
 import os
 import random
 import threading
@@ -19,6 +20,7 @@ from .bench import BackendSubject, verdict
 from .laws import expect, in_threads, law, skip
 
 _ROUNDS: Final = 30
+_LET_GO_S: Final = 2.0
 
 
 class StoreLaws(BackendSubject):
@@ -268,6 +270,39 @@ class StoreLaws(BackendSubject):
         expect(False, "a broken store took a record")
 
     @law(since=(1, 0))
+    def test_buffers_are_let_go_after_a_fault(self) -> None:
+        # An exception that a frame of its own traceback holds keeps the views in those frames until a collection.
+        bench = self.bench
+        key, nbytes = bench.key(), bench.size(3 * max(4096, bench.alignment))
+        bench.put(key, nbytes)
+        backend = bench.backend
+        if nbytes > bench.alignment:
+            self._expect_let_go("get into too short a buffer", nbytes - bench.alignment, lambda v: backend.get(key, v))
+        self.break_store()
+        calls: dict[str, Callable[[memoryview], object]] = {
+            "get": lambda view: backend.get(key, view),
+            "put": lambda view: backend.put(key, view),
+            "get_many": lambda view: backend.get_many([key], [view], timeout_s=5.0),
+            "put_many": lambda view: backend.put_many([key], [view], timeout_s=5.0),
+        }
+        for verb, call in calls.items():
+            self._expect_let_go(f"{verb} on a broken store", nbytes, call)
+
+    def _expect_let_go(self, what: str, nbytes: int, call: Callable[[memoryview], object]) -> None:
+        mapping = memory.mapping(nbytes, self.bench.alignment)
+        view = memory.buffer_in(mapping, nbytes, self.bench.alignment)
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with contextlib.suppress(BackendError):
+                call(view)
+            view.release()
+            expect(_closes(mapping), f"{what}: a view of the caller's buffer is kept until a garbage collection")
+        finally:
+            if collects:
+                gc.enable()
+
+    @law(since=(1, 0))
     def test_calls_after_close_are_backend_errors(self) -> None:
         key, nbytes = self.bench.key(), self.bench.size(4096)
         backend = self.bench.open()
@@ -335,6 +370,20 @@ class StoreLaws(BackendSubject):
                 raise
             except Exception as error:
                 expect(False, f"{what} raised {type(error).__name__} ({error}), not a BackendError")
+
+
+def _closes(mapping: mmap.mmap) -> bool:
+    """Whether nobody holds a view of it, or not for longer than a thread takes to come out of what it called."""
+    deadline = time.monotonic() + _LET_GO_S
+    while True:
+        try:
+            mapping.close()
+        except BufferError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0)  # lets other threads run: this waits for a condition, not for a time
+        else:
+            return True
 
 
 def _descriptors() -> dict[str, str]:

@@ -246,8 +246,13 @@ class OnLoop:
         loop = fs.loop
         with contextlib.suppress(Exception):  # what cannot be closed is closed with the process
             asyncio.run_coroutine_threadsafe(_close(fs), loop).result(CLOSE_S)
+        # Filesystems close what they own when they are collected.  On a thread, since s3fs before 2025.5 makes an event
+        # loop for the main thread there, which nobody closes.
+        last = [fs]
         del fs
-        gc.collect()  # filesystems close what they own when they are collected
+        dropping = threading.Thread(target=_drop, args=(last,), name="lmcache-fsspec-close")
+        dropping.start()
+        dropping.join()
         with contextlib.suppress(Exception):
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result(CLOSE_S)
 
@@ -290,6 +295,12 @@ class _Opening:
         except Exception as error:
             self.error = error
         self.done.set()
+
+
+def _drop(last: list[Any]) -> None:
+    """Let go of the last reference to a filesystem."""
+    last.clear()
+    gc.collect()
 
 
 async def _close(fs: Any) -> None:

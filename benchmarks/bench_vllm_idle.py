@@ -1,0 +1,109 @@
+"""What the connector costs vLLM when it brings nothing: CPU-seconds of all processes, ours with the daemon's.
+
+Two loads on SmolLM2-135M with vLLM's own prefix cache on: short random prompts, which nobody asked before, and prompts
+with common beginnings that vLLM's own cache holds.  The limit is the same engine without us, in the same rounds.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, Final
+
+from harness import vllm as vllms
+from harness.daemon import serve
+from harness.measure import GiB, MiB, Options, Timings, paired
+from harness.peer import Missing
+from harness.report import Must, Row
+
+KV_NBYTES: Final = 768 * MiB
+PAIRS: Final = 7
+ANSWER_TOKENS: Final = 16
+RANDOM_TOKENS: Final = (32, 512)
+DOCUMENTS: Final = 16
+DOCUMENT_TOKENS: Final = 1024
+"""16 of them are half of what the engine's own cache holds."""
+QUESTION_TOKENS: Final = 32
+SETTLE_S: Final = 0.5
+"""Within what is measured, for work in the background to end."""
+AT_MOST: Final = Must(ratio_limit=0.98)
+Tokens = list[int]
+
+
+def rows(options: Options) -> Iterator[Row]:
+    vllm = vllms.find_vllm()
+    if isinstance(vllm, Missing):
+        print(f"vllm-idle: not measured: {vllm.reason}", file=sys.stderr)
+        return
+    if not options.quick and options.rounds < PAIRS:
+        print(f"vllm-idle: fewer than {PAIRS} pairs: 2 % are not to be seen", file=sys.stderr)
+    model = vllms.model(vllm, "smollm2")
+    requests = 8 if options.quick else 48
+    with ExitStack() as stack:
+        served = stack.enter_context(serve(options.directory / "d", 2 * GiB, chunk_tokens=vllms.BLOCK_TOKENS))
+        both = {
+            "kv_cache_memory_bytes": KV_NBYTES,
+            "max_num_seqs": 8,
+            "enable_prefix_caching": True,
+        }
+        transfer = vllms.ours(served.socket, options.directory)
+        ours = stack.enter_context(
+            vllms.start(options, vllm, model, options.directory / "ours.log", kv_transfer_config=transfer, **both)
+        )
+        ours.pause()
+        alone = stack.enter_context(vllms.start(options, vllm, model, options.directory / "alone.log", **both))
+        alone.pause()
+        for load, name, prompts in (
+            ("no hits", f"{requests} random prompts of {RANDOM_TOKENS[0]} to {RANDOM_TOKENS[1]} tokens", _random),
+            ("fits vLLM's cache", f"{requests} questions on {DOCUMENTS} texts of {DOCUMENT_TOKENS} tokens", _questions),
+        ):
+            measured = paired(
+                options,
+                {
+                    "ours": _side(ours, (ours.pid, served.pid), prompts, requests),
+                    "limit": _side(alone, (alone.pid,), prompts, requests),
+                },
+            )
+            note = f"{name}, {ANSWER_TOKENS} tokens answered; limit: the same engine without us"
+            yield measured.row("vllm-idle", load, "CPU-s", "cpu", float, must=AT_MOST, note=note)
+            yield measured.row("vllm-idle", f"{load}, wall time", "s", "wall", float, note="the same rounds")
+
+
+def _side(
+    engine: Any, pids: tuple[int, ...], prompts: Callable[[int, int], list[Tokens]], requests: int
+) -> Callable[[], Timings]:
+    """CPU and wall seconds of one round; both sides are asked the same in the same round."""
+    rounds = iter(range(1 << 30))
+
+    def one() -> Timings:
+        asked = [{"prompt_token_ids": tokens} for tokens in prompts(requests, next(rounds))]
+        engine.resume()
+        try:
+            before, began = vllms.cpu_s(*pids), time.perf_counter()
+            engine.generate(asked, max_tokens=ANSWER_TOKENS)
+            wall = time.perf_counter() - began
+            time.sleep(SETTLE_S)
+            return {"cpu": vllms.cpu_s(*pids) - before, "wall": wall}
+        finally:
+            engine.pause()
+
+    return one
+
+
+def _random(requests: int, number: int) -> list[Tokens]:
+    words = random.Random(number)
+    return [_words(words, words.randint(*RANDOM_TOKENS)) for _ in range(requests)]
+
+
+def _questions(requests: int, number: int) -> list[Tokens]:
+    """Each text comes up as often as the others; the questions are new in every round."""
+    words = random.Random(-1 - number)
+    texts = [_words(random.Random(1 << 20 | each), DOCUMENT_TOKENS) for each in range(DOCUMENTS)]
+    return [texts[each % DOCUMENTS] + _words(words, QUESTION_TOKENS) for each in range(requests)]
+
+
+def _words(words: random.Random, count: int) -> Tokens:
+    return [words.randrange(100, 40_000) for _ in range(count)]

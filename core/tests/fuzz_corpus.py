@@ -1,0 +1,217 @@
+"""Inputs that are tried on every run: each a kind of trouble that a reader of files or text has had or could have."""
+
+from __future__ import annotations
+
+import struct
+
+MAGIC = b"LMCACHE\0"
+
+
+def header(version: int = 1, kind: int = 0, encoded: int = 0, raw: int = 0, codec: bytes = b"identity") -> bytes:
+    head = struct.pack(
+        "<8sHBBI48s16sQQQQ32s", MAGIC, version, kind, 1, 0, bytes(48), bytes(16), encoded, raw, 0, 0, codec
+    )
+    return head.ljust(4096, b"\0")
+
+
+HEADERS: list[bytes] = [
+    b"",
+    MAGIC,
+    MAGIC[::-1],
+    b"\0" * 4096,
+    b"\xff" * 4096,
+    b"\xff" * 144,
+    header(version=0),
+    header(version=2),
+    header(version=0xFFFF),
+    header(kind=2),
+    header(kind=255),
+    header(raw=(1 << 64) - 1),
+    header(encoded=(1 << 64) - 1),
+    header(encoded=1 << 63, raw=1 << 63),
+    header(codec=b"\xff" * 32),
+    header(codec=b"\xc3"),
+    header(codec=b"\xed\xa0\x80"),
+    b"%PDF-1.7" * 512,
+    b"\x7fELF" + bytes(4092),
+]
+
+FAMILY = b'{"family": {"salt_id": "%s", "family_id": "%s"}}'
+GOOD_ID = b"00" * 16
+MANIFESTS: list[bytes] = [
+    b"",
+    b"null",
+    b"[]",
+    b"{}",
+    b"0",
+    b'"family"',
+    b"{",
+    b"\xff\xfe{}",
+    b'{"family": null}',
+    b'{"family": []}',
+    b'{"family": {"salt_id": 1, "family_id": 2}}',
+    b'{"family": {"salt_id": null, "family_id": null}}',
+    b"[" * 100_000,
+    b'{"family":' * 20_000,
+    b'{"family": {"salt_id": "", "family_id": "' + GOOD_ID + b'", "x": ' + b"[" * 5000 + b"]" * 5000 + b"}}",
+    b'{"family": {"salt_id": "", "family_id": ' + b"9" * 100_000 + b"}}",
+    FAMILY % (b"zz", GOOD_ID),
+    FAMILY % (b"00", GOOD_ID),
+    FAMILY % (b"00" * 17, GOOD_ID),
+    FAMILY % (b"00" * 500_000, GOOD_ID),
+    FAMILY % (b"", b""),
+    FAMILY % (b"", b"00"),
+    FAMILY % (b"\\ud800", GOOD_ID),
+    '{"family": {"salt_id": "", "family_id": "\uff10\uff10"}}'.encode(),
+]
+
+USAGE_MAGIC = b"LMCuse\x01\n"
+USAGES: list[bytes] = [
+    b"",
+    b"\0" * 24,
+    b"\xff" * 24,
+    USAGE_MAGIC,
+    USAGE_MAGIC + b"\0" * 15,
+    USAGE_MAGIC + struct.pack("<qq", -1, -1),
+    USAGE_MAGIC + struct.pack("<qq", (1 << 63) - 1, -1),
+    USAGE_MAGIC + struct.pack("<qq", (1 << 63) - 1, (1 << 63) - 1),
+    USAGE_MAGIC + struct.pack("<qq", 0, -2),
+    USAGE_MAGIC + struct.pack("<qq", 0, -(1 << 63)),
+    USAGE_MAGIC + struct.pack("<qq", 0, -1) + b"host-1.1.2.3.4",
+    USAGE_MAGIC + struct.pack("<qq", 0, -1) + b"host-1.1.2.3.4\r",
+    USAGE_MAGIC + struct.pack("<qq", 0, -1) + b"\n" * 1000,
+    USAGE_MAGIC + struct.pack("<qq", 0, -1) + b"\xff\xfe\n",
+    USAGE_MAGIC + struct.pack("<qq", 0, -1) + b"a" * 100_000,
+]
+
+TEMPS: list[str] = [
+    "",
+    ".",
+    "..",
+    "....",
+    "a.1.2.3",
+    "a.1.2.3.4.5",
+    "a.1.2.3.4\n",
+    "a.-1.2.3.4",
+    "a.1.2.3.-4",
+    "a.1.2.3.1e9",
+    "../../etc.1.2.3.4",
+    "a/b.1.2.3.4",
+    "a.\u0661.2.3.4",
+    "a.1.2.3." + "9" * 20,
+    "a." + "9" * 11 + ".2.3.4",
+    "a" * 101 + ".1.2.3.4",
+]
+
+CONFIGS: list[str] = [
+    'device: "\\UFFFFFFFF"',
+    'device: "\\U00110000"',
+    'device: "\\ud800"',
+    '"\\ud800": 1',
+    'socket: "/run/\\0"',
+    'device: "\\x"',
+    "\ud800: 1",
+    "device: \udcff",
+    "%YAML 1." + "9" * 5000 + "\n---\ndevice: cpu",
+    "%YAML 2.0\n---\ndevice: cpu",
+    "%TAG ! a:\n---\ndevice: !x cpu",
+    "[" * 100_000,
+    "- " * 100_000,
+    "{" * 100_000,
+    "? " * 1000,
+    "? {a: b}\n: c",
+    "a: &a [x]\nb: *a",
+    "<<: {device: cpu}",
+    "device: cpu\ndevice: cpu",
+    "device: cpu\n---\ndevice: cpu",
+    "just text",
+    "- a\n- b",
+    "chunk_tokens: " + "9" * 5000,
+    "chunk_tokens: 1_000",
+    "chunk_tokens: 0x100",
+    "chunk_tokens: 017",
+    "chunk_tokens: ٣",
+    "chunk_tokens: 1e3",
+    "lease_timeout: .inf",
+    "lease_timeout: nan",
+    "lease_timeout: " + "9" * 400,
+    "lease_timeout: 1e400",
+    "staging: 99999999999999PiB",
+    "staging: -1GiB",
+    "device:\n\t- cpu",
+    "device: ${NOT_SET}",
+    "device: ${",
+    "device: ${" + "A" * 100_000,
+    "tiers: []",
+    "tiers: {a: b}",
+    "tiers: [{backend: memory, capacity: 1GiB}" + ", {backend: disk}" * 16 + "]",
+    "tiers: [" + "{}, " * 30_000 + "]",
+    "x" * 100_000 + ": 1",
+    "device: " + "x" * 100_000,
+    "#" * (1 << 20) + "\n",
+    "plugins: {disable: [" + "a, " * 30_000 + "]}",
+]
+
+STRUCTURES: list[dict[object, object]] = [
+    {"count": 10**5000},
+    {"ratio": 10**400},
+    {"ratio": float("nan")},
+    {"ratio": float("inf")},
+    {"ratio": 1j},
+    {"count": True},
+    {"count": 1.0},
+    {"flag": 1},
+    {"flag": "yes"},
+    {"size": "1G"},
+    {"size": 1.5},
+    {"whole": "500ms"},
+    {"path": "\0"},
+    {"path": "~nobody-is-called-so/x"},
+    {"path": ""},
+    {"colour": "green"},
+    {"mode": "x" * 100_000},
+    {"inner": []},
+    {"inner": {"depth": {"depth": 1}}},
+    {"pair": [1]},
+    {"pair": "1"},
+    {"more": "text"},
+    {7: 1},
+    {"": 1},
+    {"nope": 1},
+    {"x" * 100_000: 1},
+    {"wait": "1s", "wait_s": 1.0},
+]
+
+KEYS: list[str] = [
+    "",
+    "0" * 95,
+    "0" * 97,
+    "0" * 95 + "A",
+    "0" * 95 + "g",
+    "0" * 95 + "\n",
+    " " + "0" * 95,
+    "0x" + "0" * 94,
+    "0" * 48 + " " + "0" * 47,
+    "٣" * 96,
+    "\0" * 96,
+    "\udcff" * 96,
+    "../" * 32,
+    "0" * 1_000_000,
+]
+
+METADATA: list[tuple[bytes, bytes]] = [
+    (b"\n", b""),
+    (b"Name: x\n", b""),
+    (b"Version: 1\n", b""),
+    (b"\n\nName: x\nVersion: 1\n", b""),
+    (b"Name:\nVersion: \n", b""),
+    (b"\xff\xfe\0N", b""),
+    (b"", b"\n"),
+    (b"", b"lmcache_core.backends"),
+    (b"", b"[lmcache_core.backends]"),
+    (b"", b"[lmcache_core.backends]\n= x:Y\n[lmcache_core."),
+    (b"", b"[lmcache_core.nothing]\na = b:C\n"),
+    (b"", b"[ lmcache_core.backends ]\na = b:C\n"),
+    (b"", b"a = lmcache_core.backends:C\n"),
+    (b"", b"\xff\xfe[lmcache_core.backends]\na = b:C\n"),
+]

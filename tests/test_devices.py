@@ -1,0 +1,87 @@
+"""All device packages installed together, on simulated machines: exactly one is chosen, or an error lists them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+import lmcache_device_torch.vendor
+from lmcache_core import ConfigError, DeviceError
+from lmcache_core.config import PluginsConfig
+from lmcache_core.opening import open_device
+from lmcache_device_torch.simulation import SimulatedMachine
+
+OURS = ("ascend", "cuda", "maca", "rocm")
+USE = PluginsConfig(disable=("lmcache-broken", "lmcache-frozen-1-0"))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimulatedMachine:
+    """The machine that every probe sees; what a test adds to it shows at once."""
+    simulated = SimulatedMachine(tmp_path)
+    monkeypatch.setattr(lmcache_device_torch.vendor, "Host", lambda: simulated.host)
+    return simulated
+
+
+def chosen(name: str = "auto") -> str:
+    found, device = open_device(name, USE)
+    device.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("card", "build", "name"),
+    [
+        ("nvidia", "cuda_torch", "cuda"),
+        ("amd", "rocm_torch", "rocm"),
+        ("metax", "maca_torch", "maca"),
+        ("ascend", "ascend_torch", "ascend"),
+    ],
+)
+def test_auto_means_the_accelerator_that_is_there(machine: SimulatedMachine, card: str, build: str, name: str) -> None:
+    getattr(machine, card)()
+    getattr(machine, build)()
+    assert chosen() == name
+    assert chosen(name) == name
+
+
+def test_without_an_accelerator_auto_means_the_cpu_and_the_log_says_why(
+    machine: SimulatedMachine, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine.cpu_torch()
+    with caplog.at_level(logging.INFO, "lmcache_core.opening"):
+        assert chosen() == "cpu"
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "lmcache_core.opening"]
+    assert "\n" not in line
+    for name, hardware in zip(OURS, ("Ascend NPU", "NVIDIA GPU", "MetaX GPU", "AMD GPU"), strict=True):
+        assert f"{name}: no {hardware} here (torch 2.13.0+cpu, built for the CPU" in line
+
+
+def test_two_kinds_of_cards_and_one_torch_are_the_card_of_that_torch(machine: SimulatedMachine) -> None:
+    machine.nvidia().amd().rocm_torch()
+    assert chosen() == "rocm"
+    machine.cuda_torch()
+    assert chosen() == "cuda"
+
+
+def test_two_accelerators_that_could_both_be_used_are_listed(machine: SimulatedMachine) -> None:
+    machine.nvidia().ascend().ascend_torch().cuda_torch()
+    with pytest.raises(ConfigError, match="more than one device here .ascend, cuda.; name the one"):
+        chosen()
+    assert chosen("ascend") == "ascend"
+
+
+def test_a_cuda_torch_on_a_box_with_amd_cards_says_so_when_the_device_is_named(machine: SimulatedMachine) -> None:
+    machine.amd(8).cuda_torch()
+    with pytest.raises(DeviceError, match="8 x AMD GPU, but torch 2.9.0.cu128, built for CUDA 12.8: install the torch"):
+        chosen("rocm")
+    with pytest.raises(DeviceError, match="no NVIDIA GPU shows ./dev/nvidiactl.: load NVIDIA's driver"):
+        chosen("cuda")
+
+
+def test_a_vendors_torch_without_its_driver_says_so(machine: SimulatedMachine) -> None:
+    machine.maca_torch()
+    with pytest.raises(DeviceError, match=r"2.8.0\+metax3.5.3.9, built for MACA.*/dev/mxcd.: load MetaX's driver"):
+        chosen("maca")
