@@ -322,5 +322,5 @@ MUTANTS: Final = (
     Mutant(what_is_leased_may_be_evicted, 8),
     Mutant(whoever_asked_is_not_told_that_a_probe_was_answered, 3),
     Mutant(whoever_waits_for_a_record_is_not_told_that_it_failed, 19),
-    Mutant(writes_at_once_have_a_quota_each, 78),
+    Mutant(writes_at_once_have_a_quota_each, 212),
 )

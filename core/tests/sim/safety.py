@@ -127,7 +127,7 @@ def _check_chunks(world: World) -> None:
     refused = sum(count("drops", tier="host", reason=reason) for reason in ("no room", "tenant quota"))
     least, most = jobs["no room"], jobs["no room, at most"]  # a chunk may lack several records
     expect(least <= refused <= most, "{} drops are counted, jobs say {} to {}", refused, least, most)
-    results = sum(count("lookups", result=result) for result in ("full", "partial", "miss"))
+    results = sum(count("lookups", result=result) for result in ("full", "partial", "miss", "refused"))
     expect(results == count("lookups"), "lookups are not full, partial or miss")
 
 
