@@ -184,6 +184,7 @@ def minimums(session: nox.Session, package: Path) -> None:
     core = ROOT / "core"
     tools = [*extras(package, "testing"), *dependency_group(package, "test")]
     floors = lowest(core, "testing") | lowest(core) | lowest_of(tools) | lowest(package)
+    floors |= lowest_of(dependency_group(package, "minimums"))
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
     direct = {name_of(each) for each in (*tools, *project(package)["dependencies"])} - set(floors)
     rest = [line for line in pinned if name_of(line) in direct]
