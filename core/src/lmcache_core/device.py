@@ -73,7 +73,7 @@ class Device(ABC):
         return None
 
     def close(self) -> None:
-        """Let go of streams and threads; every copy has ended by then.  Twice is fine."""
+        """Let go of streams and threads; every copy has ended by then, or was waited for.  Twice is fine."""
         return None
 
     @abstractmethod
