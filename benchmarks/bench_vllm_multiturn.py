@@ -41,7 +41,8 @@ def rows(options: Options) -> Iterator[Row]:
     model = vllms.model(vllm, "smollm2")
     asked = QUICK if options.quick else FULL
     load = load_average()
-    found = {side: _completed(options, vllm, model, side, asked) for side in NAMES}
+    windows = {side: _completed(options, vllm, model, side, asked) for side in NAMES}
+    found = {side: requests for side, (requests, _) in windows.items()}
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "vllm-multiturn.json").write_text(json.dumps({"asked": asked, "sides": found}))
@@ -52,10 +53,16 @@ def rows(options: Options) -> Iterator[Row]:
     if all(found.values()):
         note = "the same requests"
         yield _row("mean time to first token", "s", found, lambda each: _mean(each, "ttft_s"), load, note)
+        cost = {side: [cpu_s / len(requests)] for side, (requests, cpu_s) in windows.items()}
+        sides = {"limit": cost["limit"], "peer": cost["peer"]}
+        note = "all processes of a side; says more than the rows above where others use the machine too"
+        yield row_of("vllm-multiturn", "CPU for a request", "CPU-s", cost["ours"], **sides, load=load, note=note)
 
 
-def _completed(options: Options, vllm: vllms.Vllm, model: Path, side: str, asked: dict[str, Any]) -> Requests:
-    """One window of one side, its caches empty at the beginning."""
+def _completed(
+    options: Options, vllm: vllms.Vllm, model: Path, side: str, asked: dict[str, Any]
+) -> tuple[Requests, float]:
+    """One window of one side, its caches empty at the beginning: what was completed, and the CPU-seconds it took."""
     arguments: dict[str, Any] = {
         "kv_cache_memory_bytes": QUICK_KV_NBYTES if options.quick else KV_NBYTES,
         "max_num_seqs": 32,
@@ -72,9 +79,12 @@ def _completed(options: Options, vllm: vllms.Vllm, model: Path, side: str, asked
             arguments["kv_transfer_config"] = vllms.offloading(HOST_NBYTES)
         engine = stack.enter_context(vllms.start(options, vllm, model, options.directory / f"{side}.log", **arguments))
         engine.one(range(100, 400), max_tokens=2)
+        pids = (engine.pid, served.pid) if side == "ours" else (engine.pid,)
+        before = vllms.cpu_s(*pids)
         answer = engine.ask("converse", seed=1, timeout_s=4 * asked["limit_s"] + 60, **asked)
+        cpu_s = vllms.cpu_s(*pids) - before
     requests: Requests = answer["completed"]
-    return requests
+    return requests, cpu_s
 
 
 def _row(
