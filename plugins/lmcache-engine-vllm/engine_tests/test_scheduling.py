@@ -514,6 +514,7 @@ def test_a_daemon_that_hangs_costs_a_recompute_and_is_used_again_when_it_goes_on
     tokens = prompt(200)
     with daemon(config, tmp_path / "s") as process:
         engine = Rig(model, config, load_timeout_s=0.5)
+        assert engine.worker._worker._cache._pool._load_timeout_s == 0.5
         engine.ask(tokens)
         name = engine.add(tokens)
         assert engine.connector._scheduler._tracked[name].lookup.wait(30)

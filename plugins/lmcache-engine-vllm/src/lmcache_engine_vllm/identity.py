@@ -53,6 +53,8 @@ def identity_of(vllm_config: Any, *, kv_dtype: str, chunk_tokens: int, weights: 
     for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, field, 1) > 1:
             raise NamespaceError(field, "ranks that share out tokens are not supported")
+    if parallel.pipeline_parallel_size > 1:
+        raise NamespaceError("pipeline_parallel_size", "pipeline stages are not supported yet")
     path = Path(model_config.model)
     return Identity(
         model=path.resolve().name if path.exists() else str(model_config.model),
