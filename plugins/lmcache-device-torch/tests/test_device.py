@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,16 @@ class TensorLaws(DeviceLaws):
 
     def overwrite(self, placed: Any, array: Any) -> None:
         placed.copy_(torch.from_numpy(array))
+
+    def engine_stream(self) -> Any:
+        return ThisThread()
+
+
+class ThisThread:
+    """The stream of an engine that computes in the thread of the law."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
 
 
 class TestDirect(TensorLaws):

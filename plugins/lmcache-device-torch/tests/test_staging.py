@@ -248,3 +248,35 @@ def _another_thread_ran(copy: Callable[[], object]) -> bool:
     seen = bool(ran)
     thread.join()
     return seen
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"block_ids": [0, 1, 2, 2]}, "occurs twice"),
+        ({"skip_blocks": 5}, "skip_blocks 5"),
+        ({"skip_blocks": -1}, "skip_blocks -1"),
+        ({"layers": range(2, 4)}, "layers 2 to 3 of a layout that has 3"),
+        ({"block_ids": [0.0, 1.0, 2.0, 3.0]}, "whole numbers"),
+        ({"src": [memoryview(bytearray(5))]}, "buffer 0 has 5 bytes"),
+        ({"pages": []}, "0 regions of pages"),
+        ({"pages": [pages()[0][:2]]}, "2 layers of pages"),
+        ({"pages": [[torch.zeros(16, NBYTES, dtype=torch.int16)] * 3]}, "blocks of 2048 bytes"),
+        ({"pages": [[*pages()[0][:2], torch.zeros(16, NBYTES, device="meta")]]}, "several devices: cpu, meta"),
+        ({"pages": [[torch.zeros(16, NBYTES // 16, dtype=torch.complex128)] * 3]}, "elements of 16 bytes"),
+    ],
+)
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_cannot_be_right_is_refused(
+    device: StagedDevice, direct: bool, change: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "direct", direct)
+    right: dict[str, Any] = {"src": buffers(1), "layout": LAYOUT, "pages": pages(), "block_ids": range(4)}
+    with pytest.raises(DeviceError, match=reason):
+        device.scatter(**{**right, **change})
+
+
+def test_the_same_block_may_be_read_twice(device: StagedDevice) -> None:
+    out = buffers(2)
+    assert device.gather(pages(6), [1, 1, 2, 3, 3, 3, 1, 0], LAYOUT, out).wait(60)
+    assert bytes(out[1]) == b"\x06" * LAYOUT.nbytes

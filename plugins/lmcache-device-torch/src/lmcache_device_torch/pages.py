@@ -20,10 +20,7 @@ def same_width(page: torch.Tensor) -> torch.Tensor:
     """The same memory as integers as wide as its elements, with any strides."""
     import torch
 
-    names = dict(_INTEGERS)
-    if page.element_size() not in names:
-        raise DeviceError(f"elements of {page.element_size()} bytes ({page.dtype}) cannot be copied as integers")
-    return page.view(getattr(torch, names[page.element_size()]))
+    return page.view(getattr(torch, dict(_INTEGERS)[page.element_size()]))
 
 
 def widest(page: torch.Tensor) -> torch.Tensor:
@@ -93,6 +90,10 @@ def checked(
             if nbytes not in (region.block_nbytes, 0):
                 raise DeviceError(
                     f"region {region.name!r}: blocks of {nbytes} bytes, the layout has {region.block_nbytes}"
+                )
+            if page.element_size() not in dict(_INTEGERS):
+                raise DeviceError(
+                    f"elements of {page.element_size()} bytes ({page.dtype}) cannot be copied as integers"
                 )
             if not 0 <= low <= high + 1 or high >= len(page):
                 raise DeviceError(f"block ids {low} to {high}, region {region.name!r} has {len(page)} blocks")
