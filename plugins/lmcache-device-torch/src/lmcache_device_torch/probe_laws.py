@@ -46,6 +46,8 @@ class ProbeLaws:
             assert probe.count == 0, other
             assert self.vendor.hardware in probe.reason
             assert self.vendor.get_torch in probe.reason
+            warned = [f for f in self.vendor.diagnose(self.machine(tmp_path / other).host) if f.level == "warning"]
+            assert any(probe.reason in finding.text for finding in warned)
 
     def test_a_card_of_another_is_no_card_of_ours(self, tmp_path: Path) -> None:
         for other in self.others(self.card, CARDS):

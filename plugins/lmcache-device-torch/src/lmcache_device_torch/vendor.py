@@ -93,6 +93,9 @@ class Vendor:
             return
         for identity in self.identities(host):
             yield Finding("ok", str(identity))
+        probe = self.probe(host)
+        if not probe.count:
+            yield Finding("warning", f"there is one, and this Python cannot use it: {probe.reason}")
         yield from self.own(host)
 
 
