@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import lmcache_device_torch.vendor
 from lmcache_core import ConfigError, DeviceError
+from lmcache_core.cli.doctor import command
 from lmcache_core.config import PluginsConfig
 from lmcache_core.opening import open_device
 from lmcache_device_torch.simulation import SimulatedMachine
 
 OURS = ("ascend", "cuda", "maca", "rocm")
-USE = PluginsConfig(disable=("lmcache-broken", "lmcache-frozen-1-0"))
+USE = PluginsConfig()
 
 
 @pytest.fixture
@@ -85,3 +88,27 @@ def test_a_vendors_torch_without_its_driver_says_so(machine: SimulatedMachine) -
     machine.maca_torch()
     with pytest.raises(DeviceError, match=r"2.8.0\+metax3.5.3.9, built for MACA.*/dev/mxcd.: load MetaX's driver"):
         chosen("maca")
+
+
+def doctor(tmp_path: Path) -> list[dict[str, str]]:
+    """What `lmc doctor` says of devices."""
+    config = tmp_path / "lmcache.yaml"
+    config.write_text("tiers: [{name: host, backend: memory, capacity: 16MiB}]\n")
+    said = CliRunner().invoke(command, ["--config", str(config), "--json"])
+    lines: list[dict[str, str]] = json.loads(said.stdout)["sections"]["devices"]
+    return lines
+
+
+def test_doctor_explains_each_absence_in_one_line(machine: SimulatedMachine, tmp_path: Path) -> None:
+    machine.cpu_torch()
+    lines = [line for line in doctor(tmp_path) if line["text"].partition(":")[0] in OURS]
+    assert sorted(line["text"].partition(":")[0] for line in lines) == list(OURS)
+    assert {line["level"] for line in lines} == {"note"}
+    assert all("none here: no " in line["text"] for line in lines)
+
+
+def test_doctor_warns_of_cards_that_this_torch_cannot_use(machine: SimulatedMachine, tmp_path: Path) -> None:
+    machine.amd(8).cuda_torch()
+    warned = [line["text"] for line in doctor(tmp_path) if line["level"] == "warning"]
+    assert len(warned) == 1
+    assert "8 x AMD GPU, but torch 2.9.0+cu128, built for CUDA 12.8" in warned[0]

@@ -38,3 +38,8 @@ def test_doctor_hears_of_an_sdk_that_is_not_where_it_should_be(tmp_path: Path) -
 
 def test_torch_calls_it_cuda() -> None:
     assert MacaDevice.torch_type == "cuda"
+
+
+def test_a_torch_of_metax_is_known_by_its_version_alone(tmp_path: Path) -> None:
+    machine = SimulatedMachine(tmp_path).metax().torch("2.8.0+metax3.5.3.9", cuda="11.6")
+    assert VENDOR.probe(machine.host).count == 1

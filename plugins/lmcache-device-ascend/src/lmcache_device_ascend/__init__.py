@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lmcache_device_torch import Finding, Host, Queue, Vendor, VendorDevice
+from lmcache_core import Diagnosis
+from lmcache_device_torch import Host, Queue, Vendor, VendorDevice
 
 from .acl import AclRuntime
 
@@ -20,15 +21,15 @@ def _nodes(host: Host) -> list[Path]:
     return host.nodes(r"dev/davinci\d+")
 
 
-def _own(host: Host) -> Iterator[Finding]:
+def _own(host: Host) -> Iterator[Diagnosis]:
     if not host.environ.get("ASCEND_HOME_PATH"):
-        yield Finding(
+        yield Diagnosis(
             "warning", "ASCEND_HOME_PATH is not set", "source set_env.sh of the CANN toolkit before the engine"
         )
     if host.tool("npu-smi") is None:
-        yield Finding("note", "npu-smi is not on PATH", "add its folder to see the state of the cards")
+        yield Diagnosis("note", "npu-smi is not on PATH", "add its folder to see the state of the cards")
     if "CUDA_VISIBLE_DEVICES" in host.environ and "ASCEND_RT_VISIBLE_DEVICES" not in host.environ:
-        yield Finding("note", "CUDA_VISIBLE_DEVICES hides no NPU", "use ASCEND_RT_VISIBLE_DEVICES")
+        yield Diagnosis("note", "CUDA_VISIBLE_DEVICES hides no NPU", "use ASCEND_RT_VISIBLE_DEVICES")
 
 
 VENDOR: Final = Vendor(

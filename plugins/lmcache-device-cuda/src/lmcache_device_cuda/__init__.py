@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from lmcache_device_torch import CudartRuntime, Finding, Host, Vendor, VendorDevice
+from lmcache_core import Diagnosis
+from lmcache_device_torch import CudartRuntime, Host, Vendor, VendorDevice
 
 __version__: Final = "0.1.0"
 
@@ -15,9 +16,9 @@ def _nodes(host: Host) -> list[Path]:
     return host.nodes(r"dev/nvidia\d+") or host.nodes("dev/dxg")  # the second is a Windows host's
 
 
-def _own(host: Host) -> Iterator[Finding]:
+def _own(host: Host) -> Iterator[Diagnosis]:
     if not host.nodes("dev/nvidia-uvm") and not host.nodes("dev/dxg"):
-        yield Finding(
+        yield Diagnosis(
             "warning", "/dev/nvidia-uvm is missing, and without it no process gets a context", "nvidia-modprobe -u -c=0"
         )
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from lmcache_device_torch import CudartRuntime, Finding, Host, Vendor, VendorDevice
+from lmcache_core import Diagnosis
+from lmcache_device_torch import CudartRuntime, Host, Vendor, VendorDevice
 
 __version__: Final = "0.1.0"
 
@@ -17,17 +18,19 @@ def _nodes(host: Host) -> list[Path]:
     return (host.nodes(r"dev/dri/renderD\d+") or control) if control else []
 
 
-def _own(host: Host) -> Iterator[Finding]:
+def _own(host: Host) -> Iterator[Diagnosis]:
     homes = {name: host.environ[name] for name in ("MACA_PATH", "MACA_HOME") if host.environ.get(name)}
     if not homes:
-        yield Finding("note", "MACA_PATH is not set", "set it to the root of the SDK that this torch was built with")
+        yield Diagnosis("note", "MACA_PATH is not set", "set it to the root of the SDK that this torch was built with")
     for name, home in homes.items():
         if not list(Path(home, "lib").glob("libmcruntime*")):
-            yield Finding("warning", f"{name}={home} has no lib/libmcruntime", "let it name the root of the SDK")
+            yield Diagnosis("warning", f"{name}={home} has no lib/libmcruntime", "let it name the root of the SDK")
     if host.tool("mx-smi") is None:
-        yield Finding("note", "mx-smi is not on PATH", "add the folder of MetaX's tools to see the state of the cards")
+        yield Diagnosis(
+            "note", "mx-smi is not on PATH", "add the folder of MetaX's tools to see the state of the cards"
+        )
     if host.tool("nvcc") is not None:
-        yield Finding("note", "nvcc on PATH may be cu-bridge's, which answers to that name: nothing here needs it")
+        yield Diagnosis("note", "nvcc on PATH may be cu-bridge's, which answers to that name: nothing here needs it")
 
 
 VENDOR: Final = Vendor(

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from lmcache_device_torch import CudartRuntime, Finding, Host, Vendor, VendorDevice
+from lmcache_core import Diagnosis
+from lmcache_device_torch import CudartRuntime, Host, Vendor, VendorDevice
 
 __version__: Final = "0.1.0"
 
@@ -22,12 +23,12 @@ def _nodes(host: Host) -> list[Path]:
     return [node for node in nodes if re.search(r"^simd_count [1-9]", host.text(node / "properties"), re.MULTILINE)]
 
 
-def _own(host: Host) -> Iterator[Finding]:
+def _own(host: Host) -> Iterator[Diagnosis]:
     seen = [name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in host.environ]
     if len(seen) == 2 and host.environ[seen[0]] != host.environ[seen[1]]:
-        yield Finding("warning", "HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES differ", "set only the first")
+        yield Diagnosis("warning", "HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES differ", "set only the first")
     if host.environ.get("HSA_OVERRIDE_GFX_VERSION"):
-        yield Finding("note", f"HSA_OVERRIDE_GFX_VERSION={host.environ['HSA_OVERRIDE_GFX_VERSION']} is set")
+        yield Diagnosis("note", f"HSA_OVERRIDE_GFX_VERSION={host.environ['HSA_OVERRIDE_GFX_VERSION']} is set")
 
 
 VENDOR: Final = Vendor(

@@ -13,14 +13,13 @@ from .host import Host, TorchBuild
 from .identity import Identity
 from .pinning import CudartRuntime, Runtime
 from .queues import Queue
-from .vendor import Finding, Vendor, VendorDevice
+from .vendor import Vendor, VendorDevice
 
 __version__: Final = "0.1.0"
 
 __all__ = [
     "CudartRuntime",
     "EventFence",
-    "Finding",
     "Host",
     "Identity",
     "Queue",

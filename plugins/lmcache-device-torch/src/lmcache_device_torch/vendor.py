@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
-from lmcache_core import Probe
+from lmcache_core import Diagnosis, Probe
 
 from .device import TorchDevice
 from .host import Host
@@ -16,16 +16,6 @@ from .identity import Identity, identities
 
 NOT_VISIBLE: Final = ("", "-1", "none", "void", "NoDevFiles")
 """What hides all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line for `lmc doctor`."""
-
-    level: str
-    """ "ok", "note", "warning" or "error"."""
-    text: str
-    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +39,7 @@ class Vendor:
     pci_vendor: int | None = None
     bridge: str | None = None
     """A package that brings the platform to a torch that is built without it, e.g. "torch_npu"."""
-    own: Callable[[Host], Iterator[Finding]] = lambda host: iter(())
+    own: Callable[[Host], Iterator[Diagnosis]] = lambda host: iter(())
     """What else to look at, where there is hardware."""
 
     def probe(self, host: Host) -> Probe:
@@ -87,15 +77,15 @@ class Vendor:
     def identities(self, host: Host) -> list[Identity]:
         return identities(host, self.pci_vendor) if self.pci_vendor is not None else []
 
-    def diagnose(self, host: Host) -> Iterator[Finding]:
+    def diagnose(self, host: Host) -> Iterator[Diagnosis]:
         """For `lmc doctor`.  Where there is none, the probe's one line says all."""
         if not self.nodes(host):
             return
         for identity in self.identities(host):
-            yield Finding("ok", str(identity))
+            yield Diagnosis("ok", str(identity))
         probe = self.probe(host)
         if not probe.count:
-            yield Finding("warning", f"there is one, and this Python cannot use it: {probe.reason}")
+            yield Diagnosis("warning", f"there is one, and this Python cannot use it: {probe.reason}")
         yield from self.own(host)
 
 
@@ -109,6 +99,6 @@ class VendorDevice(TorchDevice):
         return cls.vendor.probe(Host())
 
     @classmethod
-    def diagnose(cls) -> Iterator[Finding]:
+    def diagnose(cls) -> Iterator[Diagnosis]:
         """What `lmc doctor` shows besides the probe."""
         return cls.vendor.diagnose(Host())
