@@ -59,7 +59,7 @@ def test_without_an_accelerator_auto_means_the_cpu_and_the_log_says_why(
     (line,) = [record.getMessage() for record in caplog.records if record.name == "lmcache_core.opening"]
     assert "\n" not in line
     for name, hardware in zip(OURS, ("Ascend NPU", "NVIDIA GPU", "MetaX GPU", "AMD GPU"), strict=True):
-        assert f"{name}: no {hardware} here (torch 2.13.0+cpu, built for the CPU" in line
+        assert f"{name}: no {hardware} (torch 2.13.0+cpu, built for the CPU" in line
 
 
 def test_two_kinds_of_cards_and_one_torch_are_the_card_of_that_torch(machine: SimulatedMachine) -> None:

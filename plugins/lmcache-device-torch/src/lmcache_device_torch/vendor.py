@@ -55,7 +55,7 @@ class Vendor:
         lacks = build.described if bridged else f"{build.described}, without {self.bridge}"
         if not mine:
             if not count:
-                return Probe(0, f"no {self.hardware} here ({lacks})")
+                return Probe(0, f"no {self.hardware} ({lacks})")
             return Probe(0, f"{count} x {self.hardware}, but {lacks}: {self.get_torch}")
         if not count:
             return Probe(0, f"{drives}, but no {self.hardware} shows (/{self.control}): {self.driver}")
