@@ -164,3 +164,17 @@ def test_records_that_may_only_be_read_can_be_scattered(device: TorchDevice) -> 
     records = [memoryview(chunk) for chunk in source.chunks()]
     assert device.scatter(records, target.layout, target.pages, target.ids).wait(60)
     assert target.chunks() == source.chunks()
+
+
+def test_pages_that_an_engine_made_in_inference_mode_can_be_written(device: TorchDevice) -> None:
+    with torch.inference_mode():
+        source, target = Rig(KEPT[-1], torch.uint8, seed=9), Rig(KEPT[-1], torch.uint8, seed=10)
+    assert target.pages[0][0].is_inference()
+    buffers = [memoryview(bytearray(source.layout.nbytes)) for _ in range(2)]
+    for _ in range(2):
+        assert device.gather(source.pages, source.ids, source.layout, buffers).wait(60)
+        assert device.scatter(buffers, target.layout, target.pages, target.ids).wait(60)
+    assert target.chunks() == source.chunks()
+    mixed = Rig(KEPT[-1], torch.uint8, seed=11)  # and ordinary ones through the same staging buffer
+    assert device.scatter(buffers, mixed.layout, mixed.pages, mixed.ids).wait(60)
+    assert mixed.chunks() == source.chunks()

@@ -176,10 +176,13 @@ def _work(
     host: torch.Tensor,
     staging_nbytes: int,
 ) -> Callable[[], None]:
+    import torch
+
     def work() -> None:
         nbytes = part.stop - part.start
-        staging = lane.staging(max(nbytes, staging_nbytes))[:nbytes]
-        copy(part.pieces, pages, ids, staging, host[part.start : part.stop])
+        with torch.inference_mode():  # pages that an engine made in it can be written in it only
+            staging = lane.staging(max(nbytes, staging_nbytes))[:nbytes]
+            copy(part.pieces, pages, ids, staging, host[part.start : part.stop])
 
     return work
 
