@@ -180,7 +180,8 @@ def _work(
 
     def work() -> None:
         nbytes = part.stop - part.start
-        with torch.inference_mode():  # pages that an engine made in it can be written in it only
+        # Engines make their pages in this mode; whether a view of them may be written outside of it is up to torch.
+        with torch.inference_mode():
             staging = lane.staging(max(nbytes, staging_nbytes))[:nbytes]
             copy(part.pieces, pages, ids, staging, host[part.start : part.stop])
 
