@@ -1,6 +1,7 @@
 """Hands of the fuzz tests: seeded cases that can be run again one by one, mutations, and a bound on what they take.
 
-With LMCACHE_SOAK set, `soak` cases instead of a few thousand; LMCACHE_FUZZ_SEED begins with the case of that seed.
+A few thousand cases, the same each time; with LMCACHE_SOAK set, `soak` cases that nobody has seen.  LMCACHE_FUZZ_SEED
+begins with the case of that seed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def run_cases(one: Callable[[random.Random], int], *, cases: int, soak: int, per
     What it allocates at its most is bounded by `fixed` bytes and `per_byte` for each byte of input.
     """
     count = soak if SOAK else cases
-    first = int(os.environ.get("LMCACHE_FUZZ_SEED") or random.randrange(1 << 40))
+    first = int(os.environ.get("LMCACHE_FUZZ_SEED") or (random.randrange(1 << 40) if SOAK else 1))
     for number in range(count):
         measured = number % max(1, count // MEASURED) == 0
         if measured:

@@ -150,19 +150,19 @@ class Backend(ABC, Generic[OptionsT]):
             results.append(self._put_answer(key, buffer))
         return results
 
-    # Frames of their own: one that held the results would be held by them, and keep the buffers for a collection.
+    # An answer keeps no frames: they would keep it, and the buffers in them, until a garbage collection.
 
     def _get_answer(self, key: ChunkKey, into: memoryview) -> GetResult:
         try:
             return self.get(key, into)
         except BackendError as error:
-            return error
+            return error.plain()
 
     def _put_answer(self, key: ChunkKey, data: memoryview) -> BackendError | None:
         try:
             self.put(key, data)
         except BackendError as error:
-            return error
+            return error.plain()
         return None
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ CacheError
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class CacheError(Exception):
@@ -65,6 +65,11 @@ class BackendError(CacheError):
     """A store failed to do what was asked; raised by backends, caught by the tier."""
 
     retryable: ClassVar[bool] = False
+
+    def plain(self) -> Self:
+        """The error without the frames that it came through, which hold the buffers of whoever called."""
+        self.__traceback__ = self.__cause__ = self.__context__ = None
+        return self
 
 
 class BackendUnavailable(BackendError):

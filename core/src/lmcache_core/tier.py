@@ -592,13 +592,13 @@ class Tier:
         try:
             answer = call()
         except BackendError as error:
-            return _plain(error)
+            return error.plain()
         except Exception as error:
             self.breaker.failed(f"{verb} raised {error!r}", fatal=True)
             log.exception("tier %s: backend %s raised in %s; this is its bug", self.name, self.backend_name, verb)
             return _Foreign(f"{verb} raised {error!r}")
         if isinstance(answer, list):
-            return [_plain(one) if isinstance(one, BackendError) else one for one in answer]
+            return [one.plain() if isinstance(one, BackendError) else one for one in answer]
         return answer
 
     def _each(self, verb: str, call: Callable[[], Any], keys: Sequence[ChunkKey]) -> list[Any]:
@@ -640,12 +640,6 @@ class Tier:
         else:
             log.warning("tier %s: left alone, tried again at intervals: %s", self.name, reason)
         self._events.emit("lmcache_tier_health", tier=self.name, healthy=healthy, error=reason)
-
-
-def _plain(error: BackendError) -> BackendError:
-    """Without the frames that it came through, which hold the caller's buffers."""
-    error.__traceback__ = error.__cause__ = error.__context__ = None
-    return error
 
 
 class _Foreign(BackendError):

@@ -315,7 +315,7 @@ MUTANTS: Final = (
     Mutant(an_eviction_below_has_no_event, 0),
     Mutant(close_forgets_what_is_queued, 30),
     Mutant(events_are_lost_when_many_come, 0),
-    Mutant(no_room_is_kept_for_what_is_being_written, 78),
+    Mutant(no_room_is_kept_for_what_is_being_written, 212),
     Mutant(stuck_threads_are_replaced_without_end, 44),
     Mutant(the_blocks_of_a_store_are_given_back_before_they_are_copied, 0),
     Mutant(the_watch_is_not_woken_for_the_first_deadline, 47),

@@ -29,6 +29,7 @@ ALIASES: Final = {
     "external_backends": "storage_plugins",
 }
 """Older spellings that it still reads."""
+_SHOWN_CHARACTERS: Final = 200
 _POLICIES: Final = {"LRU": "lru", "LFU": "lfu", "FIFO": "fifo"}
 _SECRETS: Final = ("password", "secret", "token", "access_key", "accesskey", "account_key", "connection_string")
 
@@ -339,7 +340,8 @@ def _text(value: Any) -> str:
         return reprlib.repr(value)
     if isinstance(value, int) and abs(value) >= 1 << 63:
         return "a number of many digits"
-    return str(value)
+    text = str(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def _clean_url(text: str) -> str:
