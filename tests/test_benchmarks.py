@@ -34,6 +34,10 @@ def test_a_slow_spell_that_hits_a_whole_round_does_not_move_the_ratio() -> None:
     assert report.paired_ratio(ours, limit, "ms") == 2.0
 
 
+def test_a_round_that_the_other_side_failed_leaves_the_ratio_of_the_medians() -> None:
+    assert report.paired_ratio([1.0, 2.0, 3.0], [4.0, 6.0], "ms") == 2.5
+
+
 def test_nothing_is_a_multiple_of_zero() -> None:
     row = report.row_of("b", "r", "% stored", [100.0], peer=[0.0], must=report.Must(at_least=100.0))
     assert (row.peer, row.ratio_peer, row.reached) == (0.0, None, True)

@@ -75,10 +75,13 @@ def ratio(ours: float, other: float, unit: str) -> float:
 def paired_ratio(ours: Sequence[float], other: Sequence[float] | None, unit: str) -> float | None:
     """The median over the rounds of each round's own ratio: load that hits a whole round cancels out.
 
-    None without another side, and where one side is at zero, which nothing is a multiple of.
+    Of the medians, where the other side failed a round.  None without another side, and where one side is at zero,
+    which nothing is a multiple of.
     """
     if not other or 0 in ours or 0 in other:
         return None
+    if len(other) < len(ours):
+        return ratio(statistics.median(ours), statistics.median(other), unit)
     return statistics.median(ratio(a, b, unit) for a, b in zip(ours, other, strict=True))
 
 
