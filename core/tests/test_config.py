@@ -605,6 +605,15 @@ def test_options_show_their_effective_values_with_secrets_masked() -> None:
     assert "hunter" not in str(table)
 
 
+def test_what_sounds_like_a_secret_is_masked_though_no_plugin_says_that_it_is_one() -> None:
+    text = 'tiers:\n  - {backend: nobodys, options: {path: /x, password: hunter2, api_keys: [hunter3], token: "${PW}"}}'
+    config = parse(text, PW="hunter4")
+    table = {s.path: s.value for s in settings(config, "", dict(config.origins))}
+    at = "tiers.nobodys.options."
+    assert (table[f"{at}path"], table[f"{at}password"], table[f"{at}token"]) == ("/x", "***", "${PW}")
+    assert "hunter" not in str(table)
+
+
 # The server
 
 

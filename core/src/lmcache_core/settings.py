@@ -12,6 +12,9 @@ from .options import Origin, Origins, RawOptions, is_secret, option_fields
 from .spelling import printable
 from .units import format_nbytes, format_seconds
 
+_SECRET_NAME: Final = re.compile(
+    r"(^|_)(password|passwd|secret|token|credential|api_?key|secret_access_key|private_key)s?$"
+)
 _URL_PASSWORD: Final = re.compile(r"(://[^/@\s:]*:)[^@/\s]+(?=@)")
 
 
@@ -22,6 +25,11 @@ class Setting:
     path: str
     value: str
     source: str
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether an option of that name is likely a secret, also where its plugin is not there to say so."""
+    return bool(_SECRET_NAME.search(name))
 
 
 def settings(value: Any, path: str, origins: Origins) -> Iterator[Setting]:
@@ -46,7 +54,7 @@ def _settings(value: Any, name: str, path: str, origins: Origins, secret: bool) 
 
 
 def _raw_settings(node: Node, path: str) -> Iterator[Setting]:
-    """Options whose plugin is not loaded: what is secret is unknown, so only what stands in the file is shown."""
+    """Options whose plugin is not loaded: what stands in the file is shown, unless its name sounds like a secret's."""
     if isinstance(node, Table):
         for key, item in node.items.items():
             yield from _raw_settings(item, f"{path}.{printable(key)}")
@@ -54,7 +62,8 @@ def _raw_settings(node: Node, path: str) -> Iterator[Setting]:
         for index, item in enumerate(node.items):
             yield from _raw_settings(item, f"{path}[{index}]")
     else:
-        clear = node.literal or (node.value if node.in_file else "***")
+        named = path.rpartition(".")[2].partition("[")[0]
+        clear = node.literal or (node.value if node.in_file and not is_secret_name(named) else "***")
         yield Setting(path, printable(_mask_url(str(clear))), node.source)
 
 

@@ -17,10 +17,10 @@ from lmcache_core import __version__, plugins
 from lmcache_core.config import CacheConfig, find_config
 from lmcache_core.diagnosis import Diagnosis, Level, SupportsDiagnosis
 from lmcache_core.errors import CacheError, PluginError
+from lmcache_core.settings import is_secret_name
 
 from .config import parts, problems
 from .display import size
-from .security import is_secret_name
 
 _TIME_ERROR: Final = 5
 _EARLIEST: Final = 1_735_689_600.0

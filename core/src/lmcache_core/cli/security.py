@@ -13,10 +13,8 @@ from typing import Final
 from lmcache_core.config import CacheConfig, find_config
 from lmcache_core.diagnosis import Diagnosis
 from lmcache_core.nodes import Node, Scalar, Sequence, Table
+from lmcache_core.settings import is_secret_name
 
-_SECRET_NAME: Final = re.compile(
-    r"(^|_)(password|passwd|secret|token|credential|api_?key|secret_access_key|private_key)s?$"
-)
 _PASSWORD: Final = re.compile(r"://[^/@\s:]*:[^@/\s]+@")
 _PLAIN: Final = frozenset(("redis", "valkey", "http", "tcp", "ftp", "ws", "memcached", "webhdfs", "mongodb", "nats"))
 _URL: Final = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#\s]+)")
@@ -41,11 +39,6 @@ def security(config: CacheConfig | None, path: Path | None) -> Iterator[Diagnosi
     yield from said or [
         Diagnosis("ok", "no secret in the file, no mode too open, nothing in plain text to another host")
     ]
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether an option of that name is likely a secret, also where its plugin is not there to say so."""
-    return bool(_SECRET_NAME.search(name))
 
 
 def _of_file(path: Path) -> Iterator[Diagnosis]:
