@@ -147,6 +147,11 @@ def test_a_sound_setup_has_no_error_and_shows_where_each_value_is_from(tmp_path:
     assert "  ok " not in quiet
 
 
+def test_a_setting_that_only_sounds_like_a_secret_is_shown() -> None:
+    _, found = doctor(config(chunk_tokens=128))
+    assert "chunk_tokens: 128  # c.yaml:1" in [line["text"] for line in found["configuration"]]
+
+
 def test_without_a_file_it_says_so_and_is_content() -> None:
     code, found = doctor()
     assert code == 0

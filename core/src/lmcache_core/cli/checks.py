@@ -17,7 +17,6 @@ from lmcache_core import __version__, plugins
 from lmcache_core.config import CacheConfig, find_config
 from lmcache_core.diagnosis import Diagnosis, Level, SupportsDiagnosis
 from lmcache_core.errors import CacheError, PluginError
-from lmcache_core.settings import is_secret_name
 
 from .config import parts, problems
 from .display import size
@@ -71,8 +70,7 @@ def configuration(config: CacheConfig, path: Path | None) -> Iterator[Diagnosis]
         table = [setting for part in parts(config) for setting in part]
     for one in table:
         if one.source != "default":
-            value = "***" if is_secret_name(one.path.rpartition(".")[2]) else one.value
-            yield Diagnosis("ok", f"{one.path}: {value}  # {one.source}")
+            yield Diagnosis("ok", f"{one.path}: {one.value}  # {one.source}")
 
 
 def devices(config: CacheConfig) -> Iterator[Diagnosis]:
