@@ -19,16 +19,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from harness.caches import ended, layout_of, memory_cache, model_of, new_chain, paged
+from harness.caches import ended, layout_of, memory_cache, model_of, mover, new_chain, paged
 from harness.daemon import serve, slots
 from harness.daemon_client import BATCH as CLIENT_BATCH
 from harness.measure import (
-    Bytes,
     GiB,
     MiB,
     Options,
     Timings,
-    check_equal,
     gibps,
     milliseconds,
     paired,
@@ -41,7 +39,7 @@ from harness.peer import BENCHMARKS
 from harness.report import Must, Row
 
 from lmcache_core import wire
-from lmcache_core.chain import Chain, Model, Shard
+from lmcache_core.chain import Chain
 from lmcache_core.client.cache import connect
 
 BATCH = 8
@@ -76,7 +74,7 @@ def _transfers(options: Options) -> Iterator[Row]:
         memory_cache(2 * BATCH, layout) as own,
     ):
         work = {"ours": client, "limit": own}
-        sides = {side: _mover(cache, model, shard, source, target) for side, cache in work.items()}
+        sides = {side: mover(cache, model, shard, source, target, BATCH, TIMEOUT_S) for side, cache in work.items()}
         for side in sides.values():
             side(), side()  # every slot has been used once: a slab in service has its memory already
         for transfer, what in (("lmcache_driven", "its handles"), ("engine_driven", "its slots")):
@@ -92,33 +90,6 @@ def _transfers(options: Options) -> Iterator[Row]:
                     must=Must(ratio_limit=must, ratio_peer=1.0) if first else Must(ratio_peer=1.0),
                     note=f"{size}; limit: the same in this process's own memory tier; peer: over shared memory, {what}",
                 )  # fmt: skip
-
-
-def _mover(cache: Any, model: Model, shard: Shard, source: Bytes, target: Bytes) -> Callable[[], Timings]:
-    """One round: a new prompt stored, looked up and loaded, and its bytes compared."""
-    block_ids = np.random.default_rng(0).permutation(BATCH * BLOCKS).tolist()
-    source_pages, target_pages = paged(source, shard.layout), paged(target, shard.layout)
-
-    def go() -> Timings:
-        chain = new_chain(model, BATCH)
-        request, span = chain.digests[0].hex(), range(BATCH)
-        target.fill(0)
-
-        def store() -> None:
-            job = cache.store(chain, shard, span, source_pages, block_ids, request=request)
-            assert ended(job.wait(TIMEOUT_S)).ok_chunks == BATCH, "not all was stored"
-
-        def load() -> None:
-            hit = cache.lookup(chain, request)
-            job = cache.retrieve(hit, shard, span, target_pages, block_ids)
-            assert ended(job.wait(TIMEOUT_S)).ok_chunks == BATCH, "not all was loaded"
-            cache.release(request)
-
-        figures = {"store": seconds(store), "load": seconds(load)}
-        check_equal(target, source, "daemon")
-        return figures
-
-    return go
 
 
 def _lookups(options: Options) -> Iterator[Row]:

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from harness.caches import ended, huge_share, layout_of, memory_cache, model_of, new_chain, paged
+from harness.caches import ended, huge_share, layout_of, memory_cache, model_of, mover, new_chain, paged
 from harness.measure import (
     Bytes,
     GiB,
     MiB,
     Options,
     Timings,
-    check_equal,
     gibps,
     paired,
     private_buffer,
@@ -41,36 +40,16 @@ def rows(options: Options) -> Iterator[Row]:
     layout = layout_of(layers=LAYERS, blocks=BLOCKS, block_nbytes=BLOCK_NBYTES)
     assert layout.nbytes == CHUNK_NBYTES
     model, shard = model_of(layout)
-    block_ids = np.random.default_rng(0).permutation(BATCH * BLOCKS).tolist()
     with memory_cache(2 * BATCH, layout) as cache:
         warm = private_buffer(nbytes, huge=False)
         _fill(cache, model, shard, warm)
         huge = huge_share() > 0.5
         source, target = private_buffer(nbytes, huge=huge), private_buffer(nbytes, huge=huge)
         source[:] = random_bytes(nbytes, seed=0)
-        source_pages, target_pages = paged(source, layout), paged(target, layout)
         shared = shared_buffer(nbytes, huge=huge)
         private = private_buffer(nbytes, huge=True), private_buffer(nbytes, huge=True)
 
-        def ours() -> Timings:
-            chain = new_chain(model, BATCH)
-            request = chain.digests[0].hex()
-            span = range(BATCH)
-            target.fill(0)
-
-            def store() -> None:
-                job = cache.store(chain, shard, span, source_pages, block_ids, request=request)
-                assert ended(job.wait(TIMEOUT_S)).ok_chunks == BATCH, "not all was stored"
-
-            def load() -> None:
-                hit = cache.lookup(chain, request)
-                job = cache.retrieve(hit, shard, span, target_pages, block_ids)
-                assert ended(job.wait(TIMEOUT_S)).ok_chunks == BATCH, "not all was loaded"
-                cache.release(request)
-
-            figures = {"store": seconds(store), "load": seconds(load)}
-            check_equal(target, source, "memory tier")
-            return figures
+        ours = mover(cache, model, shard, source, target, BATCH, TIMEOUT_S)
 
         def limit() -> Timings:
             return {

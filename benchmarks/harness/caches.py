@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from lmcache_core.layout import Layout, Region
 from lmcache_core.local import LocalCache
 from lmcache_core.opening import open_cache
 
-from .measure import Bytes
+from .measure import Bytes, Timings, check_equal, seconds
 
 CHUNK_TOKENS = 256
 EXTENT = "memfd:lmcache-extent"
@@ -101,3 +103,33 @@ def ended(result: JobResult | None) -> JobResult:
     """The result of a job that was waited for."""
     assert result is not None, "a job did not end in time"
     return result
+
+
+def mover(
+    cache: Any, model: Model, shard: Shard, source: Bytes, target: Bytes, batch: int, timeout_s: float
+) -> Callable[[], Timings]:
+    """One round: a new prompt of `batch` chunks stored, looked up and loaded, and its bytes compared."""
+    layout = shard.layout
+    block_ids = np.random.default_rng(0).permutation(batch * layout.blocks(layout.regions[0])).tolist()
+    source_pages, target_pages = paged(source, layout), paged(target, layout)
+
+    def go() -> Timings:
+        chain = new_chain(model, batch)
+        request, span = chain.digests[0].hex(), range(batch)
+        target.fill(0)
+
+        def store() -> None:
+            job = cache.store(chain, shard, span, source_pages, block_ids, request=request)
+            assert ended(job.wait(timeout_s)).ok_chunks == batch, "not all was stored"
+
+        def load() -> None:
+            hit = cache.lookup(chain, request)
+            job = cache.retrieve(hit, shard, span, target_pages, block_ids)
+            assert ended(job.wait(timeout_s)).ok_chunks == batch, "not all was loaded"
+            cache.release(request)
+
+        figures = {"store": seconds(store), "load": seconds(load)}
+        check_equal(target, source, "what was loaded")
+        return figures
+
+    return go
