@@ -20,6 +20,7 @@ LAYERS = (
     {"errors", "unhandled", "forks", "diagnosis"},
     {"keys", "layout", "buffers"},
     {"frame", "backend", "device", "codec", "policy", "chain", "groups", "cache", "hookspecs"},
+    {"blocks"},
     {"backends", "devices", "policies", "hooks_log"},
     {"units", "spelling", "nodes", "options"},
     {"endpoints", "trace"},

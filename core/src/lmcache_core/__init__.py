@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         SupportsRegistration,
         Traits,
     )
+    from .blocks import check_targets, checked_block_ids
     from .buffers import copy_bytes
     from .cache import Cache, Hit, Job, JobResult
     from .chain import Chain, Group, GroupKind, Model, Shard
@@ -116,6 +117,8 @@ __all__ = [
     "TierConfig",
     "Traits",
     "__version__",
+    "check_targets",
+    "checked_block_ids",
     "connect",
     "copy_bytes",
     "hookimpl",
@@ -128,6 +131,7 @@ __all__ = [
 _MODULES: Final = {
     "backend": "API_VERSION ApiVersion Backend Context Entry GetResult NoOptions SupportsListing SupportsRegistration "
     "Traits",
+    "blocks": "check_targets checked_block_ids",
     "buffers": "copy_bytes",
     "cache": "Cache Hit Job JobResult",
     "chain": "Chain Group GroupKind Model Shard",

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..blocks import check_targets, checked_block_ids
 from ..device import Device, DoneFence, Fence, Pages, Probe
 from ..errors import DeviceError
 from ..layout import Layout, Region
@@ -83,10 +84,7 @@ class CpuDevice(Device):
         after: Fence | None = None,
     ) -> Fence:
         ids = _checked(pages, block_ids, layout, src, layers)
-        if not 0 <= skip_blocks <= layout.blocks(layout.regions[0]):
-            raise DeviceError(f"skip_blocks {skip_blocks} is not a number of blocks of the first chunk")
-        if len(set(ids[skip_blocks:].tolist())) != len(ids[skip_blocks:]):
-            raise DeviceError("a block id occurs twice: two chunks would overwrite each other")
+        check_targets(ids, layout, skip_blocks)
         if after is not None:
             after.wait()
 
@@ -136,25 +134,9 @@ class CpuDevice(Device):
 
 def _checked(
     pages: Pages, block_ids: Sequence[int], layout: Layout, buffers: Sequence[memoryview], layers: range | None
-) -> np.ndarray[Any, np.dtype[np.intp]]:
+) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The ids as an array, after everything that "clip" would hide and what would fail half-way."""
-    given = np.asarray(block_ids)
-    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
-        raise DeviceError(f"block ids must be a flat row of whole numbers, got {given.dtype} of shape {given.shape}")
-    ids = given.astype(np.intp)
-    first = layout.regions[0]
-    if any(region.block_tokens != first.block_tokens for region in layout.regions):
-        raise DeviceError("the cpu device needs regions of one block size")
-    if len(pages) != len(layout.regions):
-        raise DeviceError(f"{len(pages)} regions of pages for a layout of {len(layout.regions)}")
-    if len(ids) != len(buffers) * layout.blocks(first):
-        raise DeviceError(f"{len(ids)} block ids for {len(buffers)} chunks of {layout.blocks(first)} blocks")
-    for index, buffer in enumerate(buffers):
-        if buffer.nbytes != layout.nbytes:
-            raise DeviceError(f"buffer {index} has {buffer.nbytes} bytes, a chunk has {layout.nbytes}")
-    most = max(region.layers for region in layout.regions)
-    if layers and not (min(layers) >= 0 and max(layers) < most):
-        raise DeviceError(f"layers {min(layers)} to {max(layers)} of a layout that has {most}")
+    ids = checked_block_ids(pages, block_ids, layout, buffers, layers)
     for region, planes in zip(layout.regions, pages, strict=True):
         if len(planes) != region.layers:
             raise DeviceError(f"region {region.name!r}: {len(planes)} layers of pages, the layout has {region.layers}")

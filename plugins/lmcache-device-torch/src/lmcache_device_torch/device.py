@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core import CpuDevice, Device, DeviceError, Fence, Layout, Pages
+from lmcache_core import CpuDevice, Device, DeviceError, Fence, Layout, Pages, check_targets
 
 from .fences import EventFence
 from .pages import as_arrays, checked, host_bytes, widest
@@ -98,10 +98,7 @@ class TorchDevice(Device):
         after: Fence | None = None,
     ) -> Fence:
         ids = checked(pages, block_ids, layout, src, layers)
-        if not 0 <= skip_blocks <= layout.blocks(layout.regions[0]):
-            raise DeviceError(f"skip_blocks {skip_blocks} is not a number of blocks of the first chunk")
-        if len(set(ids[skip_blocks:].tolist())) != len(ids[skip_blocks:]):
-            raise DeviceError("a block id occurs twice: two chunks would overwrite each other")
+        check_targets(ids, layout, skip_blocks)
         if self._is_direct(pages):
             return self._cpu.scatter(
                 src, layout, as_arrays(pages), ids, layers=layers, skip_blocks=skip_blocks, after=after  # type: ignore[arg-type]

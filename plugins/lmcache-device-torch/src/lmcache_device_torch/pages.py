@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lmcache_core import DeviceError, Layout, Pages
+from lmcache_core import DeviceError, Layout, Pages, checked_block_ids
 
 if TYPE_CHECKING:
     import torch
@@ -61,23 +61,7 @@ def checked(
     pages: Pages, block_ids: Sequence[int], layout: Layout, buffers: Sequence[memoryview], layers: range | None
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The ids as an array, after everything that a kernel would not notice, or only half-way."""
-    given = np.asarray(block_ids)
-    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
-        raise DeviceError(f"block ids must be a flat row of whole numbers, got {given.dtype} of shape {given.shape}")
-    ids = given.astype(np.int64)
-    first = layout.regions[0]
-    if any(region.block_tokens != first.block_tokens for region in layout.regions):
-        raise DeviceError("regions of one block size are needed")
-    if len(pages) != len(layout.regions):
-        raise DeviceError(f"{len(pages)} regions of pages for a layout of {len(layout.regions)}")
-    if len(ids) != len(buffers) * layout.blocks(first):
-        raise DeviceError(f"{len(ids)} block ids for {len(buffers)} chunks of {layout.blocks(first)} blocks")
-    for index, buffer in enumerate(buffers):
-        if buffer.nbytes != layout.nbytes:
-            raise DeviceError(f"buffer {index} has {buffer.nbytes} bytes, a chunk has {layout.nbytes}")
-    most = max(region.layers for region in layout.regions)
-    if layers and not (min(layers) >= 0 and max(layers) < most):
-        raise DeviceError(f"layers {min(layers)} to {max(layers)} of a layout that has {most}")
+    ids = checked_block_ids(pages, block_ids, layout, buffers, layers)
     where = {page.device for planes in pages for page in planes}
     if len(where) > 1:
         raise DeviceError(f"pages on several devices: {', '.join(sorted(map(str, where)))}")
