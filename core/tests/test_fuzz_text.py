@@ -440,7 +440,7 @@ class Installed:
         assert offer.dist in text[0]
         assert offer.version in text[0]
         with pytest.raises(PluginError) as caught:
-            (plugins.load_hook_offer if offer.group == plugins.HOOKS else plugins.load_offer)(offer)
+            plugins.LOADERS[offer.group](offer)
         assert str(caught.value)
 
 

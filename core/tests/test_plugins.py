@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from lmcache_core import hookspecs, plugins
+from lmcache_core.cli import main as lmc
 from lmcache_core.errors import PluginConflict, PluginImportFailed, PluginIncompatible, PluginNotFound
 from lmcache_core.keys import ChunkKey
-from lmcache_core.plugins import BACKENDS, CODECS, DEVICES, HOOKS, POLICIES
+from lmcache_core.plugins import BACKENDS, CODECS, COMMANDS, DEVICES, HOOKS, POLICIES
 
 BACKEND = """
 from lmcache_core.backend import Backend
@@ -422,3 +424,44 @@ def test_the_log_plugin_says_one_line_for_each_load_and_each_change_of_health(
     assert "prefix hit of 3 chunks, 1 failed, 3.0 MiB in 250.0 ms" in lines[0][1]
     assert "\n" not in lines[0][1]
     assert len(lines[0][1]) < 200
+
+
+# commands
+
+COMMAND = """
+import click
+
+@click.command(help="Guess.")
+@click.argument("n", type=int)
+def guess(n):
+    click.echo(f"guessed {n}")
+
+wrong = 3
+"""
+
+
+def test_an_installed_package_adds_commands_to_lmc_and_below_one_of_its_own(install: Install) -> None:
+    offers = {"guess": "plugtest_guess:guess", "bench.guess": "plugtest_guess:guess"}
+    install("acme-guess", offers={COMMANDS: offers}, plugtest_guess=COMMAND)
+    for words in (["guess"], ["bench", "guess"]):
+        assert CliRunner().invoke(lmc, [*words, "7"]).output == "guessed 7\n"
+        listed = CliRunner().invoke(lmc, [*words[:-1], "--help"]).output
+        assert "guess" in listed
+        assert "From acme-guess 1.0." in listed
+    assert "bench.guess" not in CliRunner().invoke(lmc, ["--help"]).output
+
+
+def test_a_command_does_not_take_the_place_of_one_of_lmcs_own(install: Install) -> None:
+    install("acme-guess", offers={COMMANDS: {"ping": "plugtest_guess:guess"}}, plugtest_guess=COMMAND)
+    assert "From acme-guess" not in CliRunner().invoke(lmc, ["--help"]).output
+    assert "guessed" not in CliRunner().invoke(lmc, ["ping", "7"]).output
+
+
+def test_a_command_that_does_not_import_or_is_none_is_said_by_name(install: Install) -> None:
+    offers = {"guess": "plugtest_guess:wrong", "guesses": "plugtest_nowhere:guess"}
+    install("acme-guess", offers={COMMANDS: offers}, plugtest_guess=COMMAND)
+    wrong, missing = CliRunner().invoke(lmc, ["guess"]), CliRunner().invoke(lmc, ["guesses"])
+    assert (wrong.exit_code, missing.exit_code) == (2, 2)
+    assert "command 'guess' of acme-guess 1.0 (plugtest_guess:wrong) is a int, not a click.Command" in wrong.output
+    assert "No module named 'plugtest_nowhere'" in missing.output
+    assert "guess" in CliRunner().invoke(lmc, ["--help"]).output

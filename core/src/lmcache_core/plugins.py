@@ -1,7 +1,8 @@
 """Find plugins from metadata, import one only when it is named, and keep a broken one from hurting the others.
 
-An entry point names a class: a Backend, Device, Codec or EvictionPolicy by its group, or, in the group of hooks, a
-module or class with hook implementations.  Discovery reads metadata files and imports nothing.
+An entry point names a class: a Backend, Device, Codec or EvictionPolicy by its group; in the group of hooks, a module or
+class with hook implementations; in that of commands, what `lmc` shall have beside its own.  Discovery reads metadata
+files and imports nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, EntryPoint, distributions
 from pathlib import Path
@@ -35,7 +36,9 @@ DEVICES: Final = "lmcache_core.devices"
 CODECS: Final = "lmcache_core.codecs"
 POLICIES: Final = "lmcache_core.policies"
 HOOKS: Final = "lmcache_core.hooks"
-GROUPS: Final = (BACKENDS, DEVICES, CODECS, POLICIES, HOOKS)
+COMMANDS: Final = "lmcache_core.commands"
+"""Subcommands of `lmc`, each a `click.Command`; one of a command that has its own is named "bench.serve"."""
+GROUPS: Final = (BACKENDS, DEVICES, CODECS, POLICIES, HOOKS, COMMANDS)
 CORE: Final = "lmcache-core"
 INLINE: Final = "inline:"
 """A plugin's name that begins so is that of a class in the file that `plugins.inline` names."""
@@ -222,6 +225,16 @@ def load_hook_offer(offer: PluginInfo) -> object:
         raise PluginImportFailed(f"{offer}: {_cause(error)}") from error
 
 
+def load_command(offer: PluginInfo) -> Any:
+    """Import a subcommand of `lmc`: a `click.Command`."""
+    import click
+
+    loaded = _import(offer)
+    if not isinstance(loaded, click.Command):
+        raise PluginIncompatible(f"{offer} is a {type(loaded).__name__}, not a click.Command")
+    return loaded
+
+
 def call_hooks(manager: pluggy.PluginManager, hook: str, **arguments: Any) -> list[str]:
     """Call each implementation of `hook` by itself; one that fails is logged once and keeps nobody from hearing.
 
@@ -396,3 +409,11 @@ def _not_found(kind: str, name: str, offers: list[PluginInfo]) -> str:
     more = f" and {len(offers) - 20} more" if len(offers) > 20 else ""
     searched = f" (Python {sys.executable})" if not offers else ""
     return f"no {kind} {name!r} is installed{near}; found: {found}{more}{searched}"
+
+
+LOADERS: Final[dict[str, Callable[[PluginInfo], Any]]] = {
+    **dict.fromkeys(_KINDS, load_offer),
+    HOOKS: load_hook_offer,
+    COMMANDS: load_command,
+}
+"""What imports and checks an offer, by its group."""

@@ -79,10 +79,12 @@ def _try(offer: PluginInfo) -> tuple[str, str, str]:
     """State, API version and error.  What a plugin prints while it is imported must not get into our output."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            loaded = plugins.load_hook_offer(offer) if offer.group == plugins.HOOKS else plugins.load_offer(offer)
+            loaded = plugins.LOADERS[offer.group](offer)
     except PluginError as error:
         return "failed", "?", str(error)
-    major, minor = loaded.api_version  # type: ignore[attr-defined]  # checked while loading
+    if offer.group == plugins.COMMANDS:
+        return "loaded", "-", ""
+    major, minor = loaded.api_version  # checked while loading
     return "loaded", f"{major}.{minor}", ""
 
 

@@ -1,0 +1,16 @@
+"""`lmc bench`: measure what a store, a device or a server gives, on this machine and through this product."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import click
+
+from . import LazyGroup
+
+COMMANDS: Final[dict[str, tuple[str, str]]] = {}
+
+
+@click.group("bench", cls=LazyGroup, own=COMMANDS, under="bench.", help="Measure a store, a device or a server.")
+def group() -> None:
+    pass
