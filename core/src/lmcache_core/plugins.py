@@ -1,7 +1,7 @@
 """Find plugins from metadata, import one only when it is named, and keep a broken one from hurting the others.
 
-An entry point names a class: a Backend, Device, Codec or EvictionPolicy by its group; in the group of hooks, a module or
-class with hook implementations; in that of commands, what `lmc` shall have beside its own.  Discovery reads metadata
+An entry point names a class: a Backend, Device, Codec or EvictionPolicy by its group; in the group of hooks, a module
+or class with hook implementations; in that of commands, what `lmc` shall have beside its own.  Discovery reads metadata
 files and imports nothing.
 """
 
