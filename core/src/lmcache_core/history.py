@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from .keys import SHARD_ID_NBYTES, ChunkKey, Family
 
-MAX_LOSSES: Final = 32_768
-"""Chunks, for each tier, whose last loss is remembered; some hundred bytes each."""
+MAX_LOSSES: Final = 8192
+"""Chunks, for each tier, whose last loss is remembered; 250 bytes each."""
 MAX_LOOKUPS: Final = 4096
 
 NEVER_STORED: Final = "never stored"
