@@ -204,3 +204,24 @@ def test_the_bound_is_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(dropped) == 3
     hook.go_on.set()
     bus.close()
+
+
+def test_between_deliveries_the_thread_pauses_and_close_does_not_wait_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    paused = threading.Event()
+
+    class Closing(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            paused.set()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(events, "PAUSE_S", 4 * WAIT_S)
+    heard: list[int] = []
+    bus = Events(lambda hook, kwargs: heard.append(kwargs["n"]))
+    monkeypatch.setattr(bus, "_closing", Closing())
+    bus.emit("hook", n=0)
+    assert paused.wait(WAIT_S)
+    for number in range(1, 4):
+        bus.emit("hook", n=number)
+    assert heard == [0]
+    bus.close(timeout_s=WAIT_S)
+    assert heard == [0, 1, 2, 3]

@@ -14,6 +14,8 @@ from .unhandled import report
 log = logging.getLogger(__name__)
 
 MAX_QUEUED: Final = 1024
+PAUSE_S: Final = 0.02
+"""Between deliveries: woken for each event, the thread would take the GIL from whoever is loading."""
 
 
 class Events:
@@ -35,6 +37,7 @@ class Events:
         self._on_drop = on_drop
         self._queue: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue(MAX_QUEUED)
         self._abandoned = False
+        self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if call is not None:
             self._thread = threading.Thread(target=self._run, name="lmcache-events", daemon=True)
@@ -67,6 +70,7 @@ class Events:
             self._abandon()
             return
         deadline = time.monotonic() + timeout_s
+        self._closing.set()
         try:
             self._queue.put(None, timeout=timeout_s)
         except queue.Full:
@@ -79,6 +83,7 @@ class Events:
     def _abandon(self) -> None:
         """Have the thread end after the hook that it is in."""
         self._abandoned = True
+        self._closing.set()
         try:
             self._queue.put_nowait(None)  # it may wait for an event
         except queue.Full:
@@ -93,3 +98,5 @@ class Events:
                 BaseException
             ):  # a bug of ours, since `call` isolates hooks; the next event is delivered all the same
                 report()
+            if self._queue.empty():
+                self._closing.wait(PAUSE_S)

@@ -218,10 +218,11 @@ class Pool:
         with self._lock:
             wanted: list[tuple[int, int]] = []
             used: list[Entry] = []
+            found: list[Entry] = []
             for position, key in enumerate(keys):
                 entry = self._index.entries.get(key)
                 if entry is not None:
-                    self._index.hold([entry])
+                    found.append(entry)
                     if entry.state is State.READY:
                         told.append((position, entry, self.name))
                         used.append(entry)
@@ -233,6 +234,7 @@ class Pool:
                     told.append((position, None, "miss"))
                 else:
                     wanted.append((position, where))
+            self._index.hold(found)
             slots = self._take_slots(len(wanted), frame.record_nbytes(layout.nbytes), chain.model.family.salt_id)
             for (position, where), slot in itertools.zip_longest(wanted, slots):
                 if slot is None:
