@@ -77,7 +77,8 @@ def tests(session: nox.Session, package: Path, version: str) -> None:
     paths = [str(path) for glob in PORTABLE_TESTS for path in suite.glob(glob)] if version else [str(suite)]
     if not paths:
         session.error(f"no tests in {suite}")
-    session.run("pytest", *session.posargs, *paths)
+    workers = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal") if xdist(package) and not version else ()
+    session.run("pytest", *workers, *session.posargs, *paths)
 
 
 @nox.session
@@ -269,7 +270,7 @@ def install(session: nox.Session, packages: list[Path], tools: list[str]) -> Non
     core, *plugins = [built_wheel(session, package) for package in packages]
     # By force, since in a venv that is used again the versions are the same and the content is not.
     session.install("--no-deps", "--force-reinstall", core, *plugins)
-    session.install(*CONSTRAINED, f"{core}[testing]", *plugins, *tools)
+    session.install("--no-compile", *CONSTRAINED, f"{core}[testing]", *plugins, *tools)
 
 
 def install_once(session: nox.Session, packages: list[Path], tools: list[str], alone: tuple[str, ...] = ()) -> None:
@@ -305,7 +306,7 @@ def install_torch_first(session: nox.Session, packages: list[Path], tools: list[
     """Before anything that depends on it without a version could choose another build."""
     needed = [*tools, *(requirement for package in packages for requirement in project(package)["dependencies"])]
     if any(name_of(requirement) == "torch" for requirement in needed):
-        session.install(*CONSTRAINED, "torch")
+        session.install("--no-compile", *CONSTRAINED, "torch")  # few of its files are ever imported
 
 
 def built_wheel(session: nox.Session, package: Path) -> str:
@@ -317,6 +318,11 @@ def built_wheel(session: nox.Session, package: Path) -> str:
         BUILT.add(package)
     (wheel,) = folder.glob("*.whl")
     return str(wheel)
+
+
+def xdist(package: Path) -> bool:
+    """Whether the package's tests may run side by side: it asks for what does that."""
+    return "pytest-xdist" in map(name_of, dependency_group(package, "test"))
 
 
 def empty_folder(session: nox.Session) -> Path:

@@ -20,7 +20,9 @@ Answer = Any
 _BUFFER_NBYTES: Final = 16 << 10
 _GATHERED_NBYTES: Final = 16 << 10
 """Parts below this are joined before they are sent: a copy costs less than a call."""
-_UNIX_SLICE_NBYTES: Final = 1 << 20
+_SLICE_NBYTES: Final = 1 << 20
+"""Most that one call sends.  On a Unix socket the kernel counts the time anew for each piece of what is sent; over TCP
+a call for everything sleeps longer than several do."""
 _MAX_BULK_NBYTES: Final = 1 << 20
 """Largest bulk that is read without a buffer of the caller's: topologies, not records."""
 _WITH_A_BUFFER: Final = frozenset((b"$", b"_", b"-", b"!", b">"))
@@ -63,7 +65,7 @@ class _Transport(Protocol):
     """Bytes under a deadline, in seconds of the monotonic clock."""
 
     def send(self, parts: Sequence[Part], deadline: float) -> None: ...
-    def receive(self, into: memoryview, deadline: float, *, whole: bool) -> int: ...
+    def receive(self, into: memoryview, deadline: float) -> int: ...
     def is_quiet(self) -> bool: ...
 
 
@@ -171,7 +173,7 @@ class Link:
         into[:have] = self._view[self._start : self._start + have]
         self._start += have
         while have < len(into):
-            have += self._receive(into[have:], whole=True)
+            have += self._receive(into[have:])
 
     def _skip(self, nbytes: int) -> None:
         have = min(nbytes, self._end - self._start)
@@ -179,7 +181,7 @@ class Link:
         nbytes -= have
         scratch = memoryview(bytearray(min(nbytes, 1 << 20)))
         while nbytes:
-            nbytes -= self._receive(scratch[: min(nbytes, len(scratch))], whole=True)
+            nbytes -= self._receive(scratch[: min(nbytes, len(scratch))])
 
     def _fill(self) -> int:
         """Receive a little more; returns by how much what was there has moved to the front."""
@@ -193,11 +195,11 @@ class Link:
             kept = self._end - self._start
             self._buffer[:kept] = self._buffer[self._start : self._end]
             self._start, self._end = 0, kept
-        self._end += self._receive(self._view[self._end :], whole=False)
+        self._end += self._receive(self._view[self._end :])
         return moved
 
-    def _receive(self, into: memoryview, *, whole: bool) -> int:
-        count = self._transport.receive(into, self.deadline, whole=whole)
+    def _receive(self, into: memoryview) -> int:
+        count = self._transport.receive(into, self.deadline)
         if not count:
             raise ConnectionError("the server closed the connection")
         return count
@@ -231,12 +233,11 @@ class Link:
 
 
 class _KernelTimed:
-    """A plain socket whose timeouts the kernel keeps: one call per buffer, however long it takes to fill."""
+    """A plain socket whose timeouts the kernel keeps."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self._sock = sock
-        self._is_unix = sock.family == getattr(socket, "AF_UNIX", None)
 
     def send(self, parts: Sequence[Part], deadline: float) -> None:
         # A call for each part: header and payload in one `sendmsg` cost a third more time in the kernel.
@@ -245,15 +246,14 @@ class _KernelTimed:
             while view:
                 self._limit(socket.SO_SNDTIMEO, deadline)
                 try:
-                    # On a Unix socket the kernel counts the time anew for each piece of what is sent.
-                    view = view[self._sock.send(view[:_UNIX_SLICE_NBYTES] if self._is_unix else view) :]
+                    view = view[self._sock.send(view[:_SLICE_NBYTES]) :]
                 except BlockingIOError as error:
                     raise DeadlineExceeded("the server did not take what was sent in time") from error
 
-    def receive(self, into: memoryview, deadline: float, *, whole: bool) -> int:
+    def receive(self, into: memoryview, deadline: float) -> int:
         self._limit(socket.SO_RCVTIMEO, deadline)
         try:
-            return self._sock.recv_into(into, 0, socket.MSG_WAITALL if whole else 0)
+            return self._sock.recv_into(into)  # waiting for all of it in one call (MSG_WAITALL) takes longer
         except BlockingIOError as error:
             raise DeadlineExceeded("no answer in time") from error
 
@@ -285,9 +285,9 @@ class _PolledTimed:
             view = memoryview(part)
             while view:
                 self._limit(deadline)
-                view = view[self._sock.send(view[: 1 << 20]) :]
+                view = view[self._sock.send(view[:_SLICE_NBYTES]) :]
 
-    def receive(self, into: memoryview, deadline: float, *, whole: bool) -> int:
+    def receive(self, into: memoryview, deadline: float) -> int:
         self._limit(deadline)
         return self._sock.recv_into(into)
 
