@@ -322,6 +322,21 @@ def test_a_lookup_that_is_not_answered_holds_up_nobody_else(rig: Callable[..., R
     assert engine.cached[slow] == 192
 
 
+def test_a_request_that_has_waited_hears_of_what_was_stored_meanwhile(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = rig(weights="meanwhile"), rig(weights="meanwhile")
+    tokens = prompt(200)
+    early = second.add(tokens)
+    asked = second.connector._scheduler._tracked[early].lookup
+    assert asked.wait(30)
+    assert asked.hit.chunks == 0
+    first.ask(tokens)
+    monkeypatch.setattr("lmcache_engine_vllm.scheduler._STALE_S", 0.0)
+    second.run()
+    assert second.cached[early] == 192
+
+
 def test_a_lookup_that_is_late_is_a_miss(rig: Callable[..., Rig]) -> None:
     engine = rig(lookup_timeout_s=0.05)
     tokens = prompt(200)

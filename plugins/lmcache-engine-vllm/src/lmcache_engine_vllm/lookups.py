@@ -38,6 +38,10 @@ class Lookup:
     def wait(self, timeout_s: float) -> bool:
         return self._answered.wait(timeout_s)
 
+    def falls_short(self) -> bool:
+        """Whether the answer is there, and is not the whole chain."""
+        return self.done() and (self.hit is None or self.hit.chunks < len(self.chain))
+
     def settle(self, hit: Hit | None) -> None:
         self.hit = hit
         self._answered.set()

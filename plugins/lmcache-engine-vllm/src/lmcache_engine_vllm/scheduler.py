@@ -32,6 +32,8 @@ _TRANSFERS_IDLE_S: Final = 0.005
 _LOOKUPS_IDLE_S: Final = 0.001
 _REFRESH_S: Final = 20.0
 """A request that waits longer for blocks asks again, lest what it was told expires."""
+_STALE_S: Final = 0.1
+"""One that waits longer for its turn, and was not told of its whole prompt, asks once more: more may be there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +49,7 @@ class _Tracked:
     """Leading chunks that need no store."""
     lookup: Lookup | None = None
     asked_at: float = 0.0
+    asked_again: bool = False
     start: int = 0
     """Tokens that vLLM had itself when it was last told of a hit."""
     refused: bool = False
@@ -302,7 +305,11 @@ class SchedulerHalf:
     def _answer(self, tracked: _Tracked) -> Hit | None:
         """What a request's lookup found; None while there is no answer, or for good if the request is refused."""
         lookup = tracked.lookup
-        if lookup is None or time.monotonic() - tracked.asked_at > _REFRESH_S:  # preempted, or kept waiting
+        age_s = time.monotonic() - tracked.asked_at
+        if lookup is not None and age_s > _STALE_S and not tracked.asked_again and lookup.falls_short():
+            self._lookups.release(lookup)  # or the cache says again what it said
+            tracked.asked_again, lookup = True, None
+        if lookup is None or age_s > _REFRESH_S:  # preempted, or kept waiting
             if tracked.request.num_tokens > tracked.chain.tokens and self._settings.save_decode:
                 tracked.chain = extended(tracked.chain, tracked.request, tracked.request.num_tokens)
             self._ask(tracked)
