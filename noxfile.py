@@ -123,13 +123,13 @@ def engines(session: nox.Session, plugin: Path) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Core's campaigns at full length, then half an hour of mixed load with a plot of what it took.
+    """Core's campaigns at full length, half an hour of mixed load with a plot of what it took, then one on each engine.
 
-    `--only kills|fuzz|simulation|long` for one part of it, `--minutes N` for another length of the last, `--short` for
-    campaigns as long as in the tests; the rest is for pytest.
+    `--only kills|fuzz|simulation|long|engines` for one part of it, `--minutes N` for another length of the half hour,
+    `--short` for campaigns as long as in the tests; the rest is for pytest.
     """
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", choices=("kills", "fuzz", "simulation", "long"))
+    parser.add_argument("--only", choices=("kills", "fuzz", "simulation", "long", "engines"))
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--short", action="store_true")
     given, more = parser.parse_known_args(session.posargs)
@@ -150,6 +150,9 @@ def soak(session: nox.Session) -> None:
     if given.only in (None, "long"):
         plot = ROOT / "out" / "soak.png"
         session.run("python", str(suite / "long_run.py"), "--minutes", str(given.minutes), "--plot", str(plot))
+    if given.only in (None, "engines"):
+        os.environ |= environment
+        session.notify("engines", ["-k", "under_load"])
 
 
 @nox.session
