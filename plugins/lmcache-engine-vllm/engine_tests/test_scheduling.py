@@ -20,7 +20,6 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_core import NamespaceError
 from lmcache_engine_vllm import LMCacheCoreConnector, register
@@ -508,6 +507,7 @@ def test_a_chunk_that_a_window_has_left_in_part_is_not_stored(rig: Callable[...,
 
 
 def test_vllm_is_told_where_a_hit_came_from(rig: Callable[..., Rig]) -> None:
+    sources = pytest.importorskip("vllm.v1.metrics.cache_hit_source", reason="cannot run here: this vLLM does not ask")
     engine = rig()
     tokens = prompt(200)
     engine.ask(tokens)
@@ -515,7 +515,7 @@ def test_vllm_is_told_where_a_hit_came_from(rig: Callable[..., Rig]) -> None:
     ask = engine.connector.get_external_cache_hit_sources
     engine.connector.get_external_cache_hit_sources = lambda *arguments: told.append(ask(*arguments)) or told[-1]
     engine.ask(tokens)
-    assert told == [{CacheHitSource.HOST: 192}]
+    assert told == [{sources.CacheHitSource.HOST: 192}]
 
 
 def test_the_plugin_entry_point_makes_the_connector_known_by_its_name() -> None:
