@@ -121,8 +121,10 @@ def test_daemons_killed_at_random_points_leave_no_wrong_byte_and_clients_that_go
         assert until(lambda: workers.totals()[0] >= proven + 50, 20)
         assert len(boots) == DAEMON_KILLS
         assert until(lambda: [threads(pid) for pid in pids] == running)
-        here = extents_mapped(daemon.process.pid)
-        assert until(lambda: all(extents_mapped(pid) <= here for pid in pids)), "memory of dead daemons was let go"
+        here = daemon.process.pid  # which goes on taking memory
+        assert until(lambda: all(extents_mapped(pid) <= extents_mapped(here) for pid in pids)), (
+            "memory of dead daemons was let go"
+        )
         proven, operations = workers.totals()
         for pid in pids:
             workers.kill(pid)
@@ -187,7 +189,7 @@ def test_counters_of_four_processes_and_a_faulty_tier_add_up(tmp_path):  # S34
         assert min(results) > 0
         assert asked["loads ok"] + asked["loads failed"] + asked["loads late"] == asked["loads"] > 0
         assert asked["stores ok"] + asked["stores failed"] + asked["stores skipped"] == asked["stores"] > 0
-        assert len(faulty.log) > OPERATIONS // 100
+        assert len(faulty.log) > OPERATIONS // 200  # fewer than drawn: the breaker keeps calls away
         assert count("tier_reads") == sum(
             count("tier_reads", result=result) for result in ("ok", "miss", "corrupt", "fault", "late")
         )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+from daemons import DaemonProcess
 from tiny import BLOCKS, RECORD, Engine, chain, open_local, store, until
 
 from lmcache_core import LocalCache, late, pooled
+from lmcache_core.client.cache import connect
 from lmcache_core.devices.cpu import CpuDevice
+from lmcache_core.pooled import Mapped
 
 
 class Slow:
@@ -123,3 +126,62 @@ def test_a_fence_that_raises_has_not_ended_and_ends_no_thread(device, monkeypatc
         fence.done = done
         fence.ended.set()
         assert until(lambda: slots(cache) == 0)
+
+
+class KillingDevice(CpuDevice):
+    """Its first copy ends when the daemon's memory has been let go of."""
+
+    def __init__(self, kill: Callable[[], None]) -> None:
+        super().__init__()
+        self.kill = kill
+        self.gone = threading.Event()
+        self.copies = 0
+        self.registered: list[int] = []
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.registered.append(address)
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        self.registered.remove(address)
+
+    def gather(self, *arguments, **options):
+        self.copies += 1
+        if self.copies == 1:
+            self.kill()
+            assert self.gone.wait(60)
+        return super().gather(*arguments, **options)
+
+
+def test_memory_of_a_dead_daemon_is_not_pinned_again_by_what_a_store_still_copies(tmp_path, monkeypatch):
+    monkeypatch.setattr(pooled, "_COPY_NBYTES", 1)  # one chunk at a time
+    with DaemonProcess(tmp_path / "s") as daemon:
+        device = KillingDevice(daemon.kill)
+        with connect(tmp_path / "s", device, connect_timeout_s=20.0, call_timeout_s=20.0) as cache:
+            drop = cache._pool.on_drop
+
+            def dropped(extent: Mapped) -> None:
+                drop(extent)
+                device.gone.set()
+
+            cache._pool.on_drop = dropped
+            result = store(cache, chain(3))
+            assert device.copies == 3
+            assert result.ok_chunks == 0
+            assert until(lambda: not device.registered)
+            assert not cache._registered
+            daemon.start()
+
+
+def test_memory_of_a_dead_daemon_is_unpinned_when_a_late_copy_has_ended(device, tmp_path):
+    with (
+        DaemonProcess(tmp_path / "s") as daemon,
+        connect(tmp_path / "s", device, connect_timeout_s=20.0, call_timeout_s=20.0) as cache,
+    ):
+        assert store(cache, chain(1)).ok_chunks == 0
+        daemon.kill()
+        assert until(lambda: all(extent.dropped for extent in cache._registered))
+        assert device.registered
+        for fence in device.fences:
+            fence.ended.set()
+        assert until(lambda: not device.registered)
+        daemon.start()

@@ -65,9 +65,12 @@ class Slot:
 class Extent:
     """One sealed memfd, mapped; the unit of prefault, pinning and size class."""
 
-    __slots__ = ("_mmap", "address", "extent_id", "fd", "free", "last_used", "nbytes", "slot_nbytes", "slots", "view")
+    __slots__ = (
+        "_mmap", "address", "dropped", "extent_id", "fd", "free", "last_used", "nbytes", "slot_nbytes", "slots", "view",
+    )  # fmt: skip
 
     def __init__(self, extent_id: int, nbytes: int) -> None:
+        self.dropped = False
         self.extent_id = extent_id
         self.nbytes = nbytes
         self.fd = os.memfd_create(f"lmcache-extent-{extent_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -40,14 +40,15 @@ class LateCopies:
         """Call `then` when the copy has ended and `look` finds that out."""
         self._copies.append(_Copy(fence, then, frozenset(extents), records))
 
-    def look(self) -> None:
-        """Give back what copies used that have ended by now."""
+    def look(self) -> bool:
+        """Give back what copies used that have ended by now; whether there were any."""
         copies, self._copies = self._copies, []
         for copy in copies:
             if _ended(copy.fence):
                 copy.then()
             else:
                 self._copies.append(copy)
+        return len(self._copies) < len(copies)
 
     def wait(self, timeout_s: float) -> None:
         """`look` until all have ended, for `timeout_s` at most; what a device never ends stays as it is for good."""

@@ -47,6 +47,9 @@ _LOOK_INTERVAL_S: Final = 1.0
 class Mapped(Protocol):
     """An extent in this process's address space."""
 
+    dropped: bool
+    """Nothing new is copied there: what is still on its way does without pinning it."""
+
     @property
     def address(self) -> int: ...
     @property
@@ -492,7 +495,9 @@ class PooledCache(Cache):
                     item = self._ready.get_nowait()
                 except queue.Empty:
                     break
-            self._late.look()
+            if self._late.look():
+                for extent in [extent for extent in self._registered if extent.dropped]:
+                    self._unregister(extent)
             for transfer, ready in arrived.items():
                 self._arrived(transfer, ready)
             if self._stores and not stopping:
@@ -624,7 +629,7 @@ class PooledCache(Cache):
         """Pin each extent with the device before its first copy."""
         for extent in dict.fromkeys(self._pool.extent(entry) for _, entry in part):
             with self._lock:
-                if extent in self._registered:
+                if extent in self._registered or extent.dropped:
                     continue
                 self._registered[extent] = None
             try:
@@ -641,7 +646,8 @@ class PooledCache(Cache):
         self._device.unregister(extent.address, extent.nbytes)
 
     def _unregister_later(self, extent: Mapped) -> None:
-        """Unpin after the copies that the mover has begun."""
+        """Unpin after the copies that the mover has begun; those that it begins later do not pin it again."""
+        extent.dropped = True
         self._ready.put(partial(self._unregister, extent))
 
 

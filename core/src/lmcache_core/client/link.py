@@ -32,9 +32,10 @@ _ARMED: Final = select.EPOLLIN | select.EPOLLONESHOT
 class MappedExtent:
     """An extent of the daemon in our address space.  The map goes when the last view of it does."""
 
-    __slots__ = ("address", "extent_id", "nbytes", "view")
+    __slots__ = ("address", "dropped", "extent_id", "nbytes", "view")
 
     def __init__(self, extent_id: int, nbytes: int, fd: int) -> None:
+        self.dropped = False
         self.extent_id = extent_id
         self.nbytes = nbytes
         if os.fstat(fd).st_size < nbytes:
