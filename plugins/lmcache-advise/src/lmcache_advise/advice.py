@@ -10,7 +10,7 @@ from typing import Final
 from .distances import Curve
 from .kv import Kv
 from .machine import DISK, HOST, REMOTE, GiB, Machine, Store
-from .units import size_text, time_text
+from .units import count_text, size_text, time_text
 
 _SHRINK: Final = 0.02
 """Of the time to compute all prompts: what the tiers together may lose for being smaller than they could be."""
@@ -198,7 +198,7 @@ def _reasons(case: Case, plans: Sequence[Plan], plan: Plan) -> list[str]:
             f"the best of the tiers would save {top.saved_s / top.total_s:.1%} of computing the prompts; "
             f"it is not worth running one for {case.worth:.0%} or less (--worth)"
         )
-        return [*said, *_slower(plans)]
+        return [*said, *_too_small(case, plans), *_slower(plans)]
     for level in plan.levels:
         if not level.hit_tokens:
             continue
@@ -207,10 +207,10 @@ def _reasons(case: Case, plans: Sequence[Plan], plan: Plan) -> list[str]:
             f"nearer; loading them takes {time_text(level.load_s / level.requests)} a request, computing them "
             f"{time_text(level.compute_s / level.requests)}"
         )
-    return [*said, *_not_more(case, plans, plan), *_slower(plans)]
+    return [*said, *_too_small(case, plans), *_not_more(plans, plan), *_slower(plans)]
 
 
-def _not_more(case: Case, plans: Sequence[Plan], plan: Plan) -> list[str]:
+def _not_more(plans: Sequence[Plan], plan: Plan) -> list[str]:
     said = []
     for other in plans:
         more = [name for name in other.names if name not in plan.names]
@@ -218,6 +218,16 @@ def _not_more(case: Case, plans: Sequence[Plan], plan: Plan) -> list[str]:
             gain = (other.saved_s - plan.saved_s) / plan.total_s
             said.append(f"no {more[0]}: it would save {max(0.0, gain):.1%} of computing the prompts more")
     return said
+
+
+def _too_small(case: Case, plans: Sequence[Plan]) -> list[str]:
+    found = {level.store.name: level for plan in plans for level in plan.levels}
+    return [
+        f"{name}: {size_text(level.nbytes)} have room for {count_text(level.tokens)} tokens, no more than the engine's "
+        f"own cache of {count_text(case.machine.engine_tokens)}"
+        for name, level in found.items()
+        if level.tokens <= case.machine.engine_tokens
+    ]
 
 
 def _slower(plans: Sequence[Plan]) -> list[str]:

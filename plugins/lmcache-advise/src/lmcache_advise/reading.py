@@ -125,12 +125,6 @@ class _Reader:
     def _ours(self, found: _Ours) -> _Line | None:
         if found.family.chunk_tokens != self.block_tokens:
             raise ValueError(f"chunks of {found.family.chunk_tokens} tokens, after others of {self.block_tokens}")
-        key = (found.request, found.digests)
-        if key in self.seen:
-            return None
-        self.seen[key] = None
-        if len(self.seen) > _REPEATS:
-            self.seen.popitem(last=False)
         try:
             raw = base64.b64decode(found.digests, validate=True)
             seed = int.from_bytes(bytes.fromhex(found.family.family_id)[:_SHORT], "big")
@@ -138,6 +132,12 @@ class _Reader:
             raise ValueError("digests or family_id are not as a trace has them") from error
         if len(raw) % _SHORT or len(raw) // _SHORT != found.input_tokens // self.block_tokens:
             raise ValueError(f"{len(raw)} bytes of digests for {found.input_tokens} tokens")
+        key = (found.request, found.digests)
+        if key in self.seen:
+            return None
+        self.seen[key] = None
+        if len(self.seen) > _REPEATS:
+            self.seen.popitem(last=False)
         return _Line(found.at, np.frombuffer(raw, ">u8").astype(np.uint64), found.input_tokens, 0, seed)
 
     def _plain(self, found: _Plain) -> _Line:
