@@ -1,1 +1,1 @@
-"""What a KV cache would save: `lmc advise` from a model's config.json and a trace of requests."""
+"""What a KV cache would save (`lmc advise`, from a model and a trace), and what it does save (`lmc bench serve`)."""

@@ -79,7 +79,7 @@ def advise(model: Path, trace: tuple[Path, ...], as_json: bool, **options: Any) 
             page.plot(study, options["plot_file"])
         for name, text in (("html", page.html_of), ("yaml_file", lambda found: found.yaml)):
             if options[name]:
-                _write(options[name], text(study))
+                write_text(options[name], text(study))
     except CacheError as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(study.as_json(), indent=1) if as_json else page.text_of(study), nl=as_json)
@@ -155,7 +155,7 @@ def _machine_with(model: ModelConfig, kv: Kv, requests: Requests, options: dict[
     )  # fmt: skip
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -27,11 +27,11 @@ VERDICTS = {
 def text_of(study: Study) -> str:
     """For a terminal."""
     out = [f"{name:13}{value}" for name, value in facts(study)]
-    out += ["", *_columns(rows_of(study)), "", f"Advice: {headline(study)}"]
+    out += ["", *columns(rows_of(study)), "", f"Advice: {headline(study)}"]
     out += [f"  - {reason}" for reason in study.advice.reasons]
     out += [f"  ! {warning}" for warning in study.advice.warnings]
     if study.advice.policies:
-        out += ["", *_columns(policy_rows(study))]
+        out += ["", *columns(policy_rows(study))]
     if study.machine.assumed:
         out += ["", "Assumed, since it was not given:", *(f"  - {each}" for each in study.machine.assumed)]
     if study.yaml:
@@ -113,20 +113,20 @@ def html_of(study: Study) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
         "<h1>Is a KV cache worth it here?</h1>",
-        f'<div class="verdict"><strong>{escape(title)}</strong>{_list(study.advice.reasons)}',
-        _list([f"Beware: {each}" for each in study.advice.warnings]) + "</div>",
+        f'<div class="verdict"><strong>{escape(title)}</strong>{list_html(study.advice.reasons)}',
+        list_html([f"Beware: {each}" for each in study.advice.warnings]) + "</div>",
         "<h2>What was looked at</h2><dl>",
         *(f"<dt><strong>{escape(name)}</strong></dt><dd>{escape(value)}</dd>" for name, value in facts(study)),
         "</dl><h2>Hits by size of cache</h2><figure>" + _hits_chart(study),
         "<figcaption>An LRU of that many tokens, in per cent of all prompt tokens.</figcaption></figure>",
         "<h2>Tokens in use</h2><figure>" + _working_chart(study),
         f"<figcaption>Tokens asked for in the last {escape(time_text(study.window_s))}.</figcaption></figure>",
-        "<h2>Choices</h2>" + _table(rows_of(study)),
+        "<h2>Choices</h2>" + table_html(rows_of(study)),
     ]
     if study.advice.policies:
-        parts.append("<h2>Eviction policies</h2>" + _table(policy_rows(study)))
+        parts.append("<h2>Eviction policies</h2>" + table_html(policy_rows(study)))
     if study.machine.assumed:
-        parts.append("<h2>Assumed, since it was not given</h2>" + _list(study.machine.assumed))
+        parts.append("<h2>Assumed, since it was not given</h2>" + list_html(study.machine.assumed))
     if study.yaml:
         parts.append(f"<h2>lmcache.yaml</h2><pre>{escape(study.yaml)}</pre>")
     return "\n".join([*parts, "</body></html>\n"])
@@ -186,7 +186,7 @@ def _prefill(plan: Plan) -> str:
     return time_text(plan.after_s / plan.requests) if plan.requests else "-"
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(
@@ -197,11 +197,11 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _list(lines: Sequence[str]) -> str:
+def list_html(lines: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>" if lines else ""
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table_html(rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(cell)}</th>" for cell in rows[0])
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows[1:])
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
