@@ -236,7 +236,7 @@ def test_a_trace_is_advised_on_and_its_bad_lines_are_told(model: Path, tmp_path:
     trace.write_text("".join(lines))
     result = lmc(model, trace, "--engine-cache", "30k", "--prefill", "10k")
     assert result.exit_code == 0, result.output
-    assert f"left out: {trace}:8: " in result.stderr
+    assert f"left out: {trace}:8: " in result.output
     assert "Host memory" in result.stdout
     assert "99 requests" in result.stdout
     assert "working set  " in result.stdout

@@ -80,9 +80,9 @@ def test_a_trace_is_replayed_with_text_that_is_equal_where_it_was_equal(tmp_path
     assert two[:102] == one
     assert three != one[:51]
     with serving(cache=True) as server:
-        result = lmc(server.url, "--trace", trace, "--scale", 0.1, "--json")
+        result = lmc(server.url, "--trace", trace, "--scale", 0.1, "--out", tmp_path / "r.json")
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json.loads((tmp_path / "r.json").read_text())
     assert found["workloads"]["trace"]["with"]["completed"] == 3
 
 

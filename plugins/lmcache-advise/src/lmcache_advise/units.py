@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+
+if TYPE_CHECKING:
+    _Float = click.ParamType[float]
+else:  # older versions of click have it not generic
+    _Float = click.ParamType
 
 _SIZES: Final = {
     **{f"{letter}iB": 1024 ** (index + 1) for index, letter in enumerate("KMGTP")},
@@ -18,7 +23,7 @@ _TIMES: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0, "min": 60.0, "h": 36
 _TEXT: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-class Quantity(click.ParamType[float]):
+class Quantity(_Float):
     """A number above zero with one of several units behind it."""
 
     def __init__(self, name: str, units: dict[str, float], example: str, suffix: str = "") -> None:
