@@ -94,7 +94,12 @@ def test_the_same_requests_need_another_cache_where_the_numbers_are_others() -> 
 
 def test_a_slow_disk_is_not_advised_and_a_remote_store_beyond_it_may_be() -> None:
     slow = (STORES[0], Store(DISK, 2048.0 * GiB, 0.5e9, 0.5e9, 1e-3), Store(REMOTE, 4096.0 * GiB, 5e9, 5e9, 2e-3))
-    assert advise(case(60, stores=slow)).verdict == "host+remote"
+    found = case(60, stores=slow)
+    assert advise(found).verdict == "host+remote"
+    host, disk, remote = found.plan({store.name: store.nbytes for store in slow}).levels
+    assert disk.is_slower
+    assert disk.saved_s == 0
+    assert remote.hit_tokens == found.curve.hit_tokens(remote.tokens) - found.curve.hit_tokens(host.tokens)
     small = (STORES[0], Store(DISK, 128.0 * GiB, 6e9, 3e9, 1e-3), Store(REMOTE, 4096.0 * GiB, 5e9, 5e9, 2e-3))
     assert advise(case(150, stores=small)).verdict in ("host+remote", "host+disk+remote")
 
@@ -126,6 +131,7 @@ def test_a_store_that_cannot_keep_up_is_credited_with_what_it_can_and_said() -> 
     (level,) = found.plan({HOST: 64.0 * GiB}).levels
     wanted = level.hit_tokens * 131072 / found.seconds
     assert level.delivered == pytest.approx(2e8 / wanted)
+    assert level.saved_s == pytest.approx((level.compute_s - level.load_s) * 2e8 / wanted)
     assert any("its bandwidth allows" in warning for warning in advise(found).warnings)
     assert any("would be written" in warning for warning in advise(found).warnings)
 

@@ -135,6 +135,8 @@ def test_a_builder_that_runs_full_keeps_a_sample_within_its_bound() -> None:
     found = builder.build()
     assert len(found.blocks) <= 20_000
     assert found.rate < 0.5
+    assert len(found.often) == 2
+    assert np.isin(found.blocks, found.often).sum() == 4000, "what every prompt begins with is there each time"
     assert found.total_blocks == 2000 * 50
     assert int(found.weights().sum()) == pytest.approx(found.total_blocks, rel=0.05)
     assert curve_of(found).best == pytest.approx(1999 * 2 / (2000 * 50), abs=0.02)
@@ -152,6 +154,7 @@ def test_the_working_set_is_what_was_asked_for_within_the_window() -> None:
     times = np.array([-1.0, 0.0, 5.0, 10.0, 12.0, 19.0, 21.0, 25.0, 100.0])
     segments = curve_of(found).segments
     assert working_set(found, segments, times, 10.0).tolist() == [0, 2, 2, 3, 3, 3, 0, 1, 0]
+    assert working_set(found, segments, times, 5.0).tolist() == [0, 2, 0, 3, 3, 0, 0, 1, 0]
     assert working_set(found, segments, times, 1e6).tolist() == [0, 2, 2, 3, 3, 3, 3, 4, 4]
 
 

@@ -129,8 +129,6 @@ class Case:
 
     def _level(self, store: Store, nbytes: float, reach: float) -> Level:
         tokens = nbytes / self.kv.stored_nbytes(self.chunk_tokens)
-        if tokens <= reach:
-            return Level(store, nbytes, tokens, 0.0, 0, 0.0, 0.0, 1.0)
         hits = self.curve.hit_tokens(tokens) - self.curve.hit_tokens(reach)
         requests = self.curve.requests_between(reach, tokens)
         if hits <= 0 or not requests:
