@@ -18,6 +18,7 @@ from lmcache_advise.cli import advise as command
 from lmcache_advise.distances import curve_of
 from lmcache_advise.kv import Kv
 from lmcache_advise.machine import DISK, HOST, REMOTE, Machine, Store
+from lmcache_advise.serve_cli import serve
 from lmcache_advise.workload import Workload, requests_of
 from lmcache_advise.writing import capacity_text
 from lmcache_core import load_config
@@ -172,6 +173,22 @@ def test_a_remote_store_is_written_with_its_backend_and_url(model: Path, tmp_pat
     tiers = load_config(file).tiers
     assert [tier.backend for tier in tiers] == ["memory", "valkey"]
     assert "valkey://kv:6379/1" in file.read_text()
+
+
+def test_every_command_in_the_documentation_exists_with_its_options() -> None:
+    root = Path(__file__).parents[3]
+    helps = {"advise": lmc("--help").output, "bench serve": CliRunner().invoke(serve, ["--help"]).output}
+    shown = []
+    for page_file in (root / "README.md", root / "plugins/lmcache-advise/README.md", *(root / "docs").glob("*.md")):
+        for block in re.findall(r"^```sh\n(.*?)^```", page_file.read_text(), re.M | re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                name = next((name for name in helps if line.startswith(f"lmc {name} ")), None)
+                if name is not None:
+                    shown.append(name)
+                    for option in re.findall(r" (--?[a-z][a-z-]*)", line.partition("#")[0]):
+                        assert option in helps[name], f"{page_file.name}: {line}"
+    assert shown.count("advise") >= 5
+    assert shown.count("bench serve") >= 3
 
 
 WORK = ("--users", "9", "--prompt", "16k", "--rate", "0.5", "--time", "1h", "--engine-cache", "100k")
