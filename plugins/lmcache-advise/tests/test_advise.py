@@ -296,6 +296,12 @@ def test_kv_that_is_given_replaces_what_the_model_says(model: Path) -> None:
     assert found["policies"] == {}
 
 
+def test_an_engine_without_a_cache_of_its_own_hits_nothing(model: Path) -> None:
+    found = json.loads(lmc(model, *WORK[:-1], "0", "--json", "--no-policies").stdout)
+    assert found["hits"]["engine"] == 0.0
+    assert found["verdict"] == "host"
+
+
 def test_requests_that_share_nothing_need_no_cache(model: Path, tmp_path: Path) -> None:
     trace = tmp_path / "t"
     trace.write_text("".join(json.dumps({"timestamp": n, "block_hashes": [n, n]}) + "\n" for n in range(50)))

@@ -21,7 +21,7 @@ from .models import DTYPE_NBYTES, ModelConfig, read_model
 from .parameters import parameters_of
 from .requests import MAX_BLOCKS, Requests
 from .study import Study, study_of
-from .units import COUNT, RATE, SIZE, TIME
+from .units import COUNT, COUNT_OR_NONE, RATE, SIZE, TIME
 from .workload import Workload, requests_of
 
 _FILE = click.Path(path_type=Path)
@@ -43,7 +43,9 @@ _FILE = click.Path(path_type=Path)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--kv-dtype", type=click.Choice(("auto", *DTYPE_NBYTES)), default="auto", show_default=True)
 @click.option("--kv-nbytes", type=SIZE, help="KV of one token, where config.json does not say enough.")
-@click.option("--engine-cache", type=COUNT, help="Tokens that the engine's own cache holds, as its log says.")
+@click.option(
+    "--engine-cache", type=COUNT_OR_NONE, help="Tokens in the engine's own cache, as its log says; 0: it has none."
+)
 @click.option("--gpu-memory", type=SIZE, default=80.0 * GiB, help="Of one GPU.  [default: 80GiB]")
 @click.option("--gpus", type=click.IntRange(1, 1024), help="[default: as few as hold the weights]")
 @click.option("--prefill", type=COUNT, help="Prompt tokens that the engine computes in a second.")

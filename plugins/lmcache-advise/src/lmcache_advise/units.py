@@ -24,19 +24,22 @@ _TEXT: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 class Quantity(_Float):
-    """A number above zero with one of several units behind it."""
+    """A number above zero (or zero, where that makes sense) with one of several units behind it."""
 
-    def __init__(self, name: str, units: dict[str, float], example: str, suffix: str = "") -> None:
+    def __init__(
+        self, name: str, units: dict[str, float], example: str, suffix: str = "", *, zero: bool = False
+    ) -> None:
         self.name = name
         self._units = units
         self._example = example
         self._suffix = suffix
+        self._zero = zero
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if not isinstance(value, str):
             return float(value)
         match = _TEXT.fullmatch(value.removesuffix(self._suffix) if self._suffix else value)
-        if match is None or match[2] not in self._units or not float(match[1]) > 0:
+        if match is None or match[2] not in self._units or not (float(match[1]) > 0 or self._zero):
             units = ", ".join(unit for unit in self._units if unit)
             self.fail(f"{value!r} is no {self.name}; write e.g. {self._example} (units: {units})", param, ctx)
         return float(match[1]) * self._units[match[2]]
@@ -45,6 +48,7 @@ class Quantity(_Float):
 SIZE: Final = Quantity("size", dict(_SIZES), "64GiB")
 RATE: Final = Quantity("bandwidth", dict(_SIZES), "20GB/s", "/s")
 COUNT: Final = Quantity("count", dict(_COUNTS), "100k")
+COUNT_OR_NONE: Final = Quantity("count", dict(_COUNTS), "100k", zero=True)
 TIME: Final = Quantity("time", dict(_TIMES), "2ms")
 
 
