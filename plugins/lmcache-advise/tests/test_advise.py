@@ -141,7 +141,7 @@ def test_a_store_that_cannot_keep_up_is_credited_with_what_it_can_and_said() -> 
 def test_the_configuration_is_one_that_core_loads(model: Path, tmp_path: Path, users: int, tiers: list[str]) -> None:
     file = tmp_path / "lmcache.yaml"
     result = lmc(
-        model, "--users", users, "--prompt", "16k", "--turns", 16, "--turn-tokens", 100, "--rate", 0.5, "--time", "5h",
+        model, "--users", users, "--prompt", "16k", "--turns", 16, "--turn-tokens", 100, "--rate", 0.5, "--time", "2h",
         "--engine-cache", "100k", "--prefill", "10k", "--host-memory", "64GiB", "--disk", "2TiB",
         "--disk-bandwidth", "6GB/s", "--disk-path", tmp_path / 'a "b"', "--yaml", file,
     )  # fmt: skip
@@ -164,7 +164,7 @@ def test_the_configuration_is_one_that_core_loads(model: Path, tmp_path: Path, u
 def test_a_remote_store_is_written_with_its_backend_and_url(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "lmcache.yaml"
     result = lmc(
-        model, "--users", 60, "--prompt", "16k", "--rate", 0.5, "--time", "5h", "--engine-cache", "100k",
+        model, "--users", 60, "--prompt", "16k", "--rate", 0.5, "--time", "2h", "--engine-cache", "100k",
         "--prefill", "10k", "--host-memory", "64GiB", "--disk-bandwidth", "100MB/s", "--remote", "8TiB",
         "--remote-bandwidth", "5GB/s", "--remote-backend", "valkey", "--remote-url", "valkey://kv:6379/1",
         "--yaml", file,
@@ -222,7 +222,7 @@ def test_the_page_is_whole_and_asks_for_nothing_from_elsewhere(model: Path, tmp_
 
 def test_the_picture_is_a_png(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "picture.png"
-    assert lmc(model, *WORK, "--plot", file).exit_code == 0
+    assert lmc(model, *WORK, "--no-policies", "--plot", file).exit_code == 0
     assert file.read_bytes().startswith(b"\x89PNG\r\n")
     assert file.stat().st_size > 10_000
 
@@ -231,7 +231,7 @@ def test_without_matplotlib_the_picture_says_what_to_install_and_nothing_else_ne
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    result = lmc(model, *WORK, "--plot", tmp_path / "x.png")
+    result = lmc(model, *WORK, "--no-policies", "--plot", tmp_path / "x.png")
     assert result.exit_code == 1
     assert "pip install 'lmcache-advise[plot]'" in result.output
     assert lmc(model, *WORK, "--html", tmp_path / "x.html").exit_code == 0
@@ -285,7 +285,7 @@ def test_what_cannot_be_advised_on_says_why(model: Path, arguments: tuple[str, .
 
 def test_a_file_that_cannot_be_written_is_named(model: Path, tmp_path: Path) -> None:
     for option in ("--html", "--yaml", "--plot"):
-        result = lmc(model, *WORK, option, tmp_path / "no" / "such")
+        result = lmc(model, *WORK, "--no-policies", option, tmp_path / "no" / "such")
         assert result.exit_code == 1
         assert "cannot be written" in result.output
 
