@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = [ROOT / "core", *sorted(p.parent for p in ROOT.glob("plugins/*/pyproject.toml"))]
 VERSION = re.compile(r"\d+\.\d+\.\d+((a|b|rc|\.dev)\d+)?")
-GROUP = re.compile(r"lmcache_core\.(backends|devices|codecs|policies|hooks)")
+GROUP = re.compile(r"lmcache_core\.(backends|devices|codecs|policies|hooks|commands)")
 
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 

@@ -24,6 +24,7 @@ HIGHER_IS_BETTER: Final = {
     "s": False,
     "% of mean": True,
     "requests": True,
+    "points": False,
 }
 """Every unit a row may have.  A ratio above 1 means that ours is better, whichever way the unit runs."""
 

@@ -398,8 +398,9 @@ def test_a_file_that_others_may_write_to_is_told_of() -> None:
 
 
 def test_a_trace_that_is_on_is_told_of(tmp_path: Path) -> None:
-    _, found = doctor(config(trace={"path": str(tmp_path / "trace")}))
-    assert any(line["level"] == "note" and "prompts of every request" in line["text"] for line in found["security"])
+    for tokens, text in ((True, "the prompts of every request"), (False, "hashes of every request's prompt")):
+        _, found = doctor(config(trace={"path": str(tmp_path / "trace"), "tokens": tokens}))
+        assert any(line["level"] == "note" and text in line["text"] for line in found["security"])
     assert not (tmp_path / "trace").exists()
 
 

@@ -1,7 +1,11 @@
-"""The opt-in trace: off unless configured, bounded, for its owner's eyes, and enough to say where requests parted."""
+"""The opt-in trace: off unless configured, bounded, for its owner's eyes, and enough to say where requests parted.
+
+Without tokens unless they are asked for too.
+"""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import stat
@@ -12,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from serve import lmc
+from serve import Serve, lmc, write_config
 from tiny import CHUNK, RECORD, model, store
 
 from lmcache_core import CacheError, Chain, ConfigError, Hit, load_config, open_cache
@@ -50,7 +54,7 @@ def test_two_past_requests_are_compared_token_by_token_and_by_namespace(tmp_path
     file = tmp_path / "trace"
     other = [*TOKENS]
     other[2 * CHUNK + 1] += 1
-    with open_cache(configured(tmp_path, path=str(file))) as cache:
+    with open_cache(configured(tmp_path, path=str(file), tokens=True)) as cache:
         assert isinstance(cache, tiny.LocalCache)
         first = cache.chain(TOKENS, model())
         cache.lookup(first, "one")
@@ -75,8 +79,65 @@ def test_two_past_requests_are_compared_token_by_token_and_by_namespace(tmp_path
     assert "no request 'nobody'" in result.output
 
 
+def test_without_being_told_to_a_trace_has_hashes_and_lengths_and_no_token(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    secret = [71_234_567 + index for index in range(4 * CHUNK)]
+    with open_cache(configured(tmp_path, path=str(file))) as cache:
+        assert isinstance(cache, tiny.LocalCache)
+        first = cache.chain(secret, model(salt_id=b"tenantsalttenant"))
+        cache.lookup(first, "one")
+        store(cache, first)
+        second = cache.chain([*secret[: 2 * CHUNK], *TOKENS], model(salt_id=b"tenantsalttenant"))
+        cache.lookup(second, "two")
+        for name in ("one", "two"):
+            cache.release(name)
+    assert mode(file) == 0o600
+    one, two = (json.loads(line) for line in file.read_text().splitlines())
+    family = first.model.family
+    assert one["family"] == {"family_id": family.family_id.hex(), "chunk_tokens": CHUNK}
+    assert (two["input_tokens"], two["chunks"], two["hit_chunks"], two["result"]) == (6 * CHUNK + 3, 6, 2, "partial")
+    assert one["result"] == "miss"
+    assert base64.b64decode(two["digests"]) == b"".join(digest[:8] for digest in second.digests)
+    for hidden in (b'tokens": "', b"packed", b"tenantsalttenant".hex().encode(), str(secret[0]).encode()):
+        assert hidden not in file.read_bytes()
+    text = lmc("explain", "one", "two", "--trace", file).output
+    assert "it has no tokens of request 'one'; `trace: {tokens: true}` writes them" in text
+    assert "the first 2 chunks are equal, of 4 and 6" in text
+    assert lmc("explain", "one", "--trace", file).exit_code == 2
+
+
+def test_the_daemon_writes_the_hashes_and_engines_the_tokens(tmp_path: Path) -> None:
+    settings = json.loads(write_config(tmp_path).read_text())
+    for tokens in (False, True):
+        file = tmp_path / f"trace {tokens}"
+        path = tmp_path / "lmcache.yaml"
+        path.write_text(json.dumps(settings | {"trace": {"path": str(file), "tokens": tokens}}))
+        with Serve(path) as daemon:
+            daemon.said("serving on")
+            with open_cache(path) as cache:
+                made = cache.chain(TOKENS, model())
+                for _ in range(3):
+                    cache.lookup_answered(made, "asked again", timeout_s=30.0)
+                cache.release("asked again")
+            daemon.stop()
+        (line,) = (json.loads(line) for line in file.read_text().splitlines())
+        assert mode(file) == 0o600
+        assert line["request"] == ("asked again" if tokens else "1/asked again")
+        assert (line["input_tokens"], line["chunks"], "tokens" in line) == (len(TOKENS), 4, tokens)
+        assert read(file, ["asked again"])["asked again"].tokens == (TOKENS if tokens else None)
+
+
+def test_a_daemon_that_cannot_write_its_trace_does_not_start(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"trace": {"path": str(tmp_path / "no" / "such")}}))
+    result = lmc("serve", "--config", path)
+    assert result.exit_code == 2
+    assert "trace.path" in result.output
+
+
 def test_a_request_that_was_asked_again_is_there_with_its_last_prompt(tmp_path: Path) -> None:
-    trace = Trace(TraceConfig(str(tmp_path / "t")))
+    trace = Trace(TraceConfig(str(tmp_path / "t"), tokens=True))
     for tokens in (TOKENS, TOKENS[:CHUNK]):
         made = Chain.of(model(), tokens)
         trace.made(made, tokens)
@@ -86,7 +147,7 @@ def test_a_request_that_was_asked_again_is_there_with_its_last_prompt(tmp_path: 
 
 
 def test_a_prompt_that_was_extended_is_known_up_to_there_and_says_so(tmp_path: Path) -> None:
-    trace = Trace(TraceConfig(str(tmp_path / "t")))
+    trace = Trace(TraceConfig(str(tmp_path / "t"), tokens=True))
     made = Chain.of(model(), TOKENS[: 2 * CHUNK])
     trace.made(made, TOKENS[: 2 * CHUNK])
     trace.answered(hit(made.extend(TOKENS[2 * CHUNK :])))
@@ -98,7 +159,7 @@ def test_a_prompt_that_was_extended_is_known_up_to_there_and_says_so(tmp_path: P
 
 def test_the_files_never_exceed_their_limit_and_the_newest_are_there(tmp_path: Path) -> None:
     limit = 1 << 16
-    trace = Trace(TraceConfig(str(tmp_path / "t"), limit))
+    trace = Trace(TraceConfig(str(tmp_path / "t"), limit, tokens=True))
     rng = np.random.default_rng(1)
     for number in range(200):
         made = Chain.of(model(), rng.integers(0, 1 << 31, 400))
@@ -117,7 +178,7 @@ def test_the_files_never_exceed_their_limit_and_the_newest_are_there(tmp_path: P
 
 
 def test_a_line_larger_than_the_file_is_left_out(tmp_path: Path) -> None:
-    trace = Trace(TraceConfig(str(tmp_path / "t"), 1 << 16))
+    trace = Trace(TraceConfig(str(tmp_path / "t"), 1 << 16, tokens=True))
     tokens = np.random.default_rng(2).integers(0, 1 << 31, 40_000)
     made = Chain.of(model(), tokens)
     trace.made(made, tokens)
@@ -128,7 +189,7 @@ def test_a_line_larger_than_the_file_is_left_out(tmp_path: Path) -> None:
 
 def test_two_processes_worth_of_writers_share_a_file(tmp_path: Path) -> None:
     limit = 1 << 16
-    one, two = (Trace(TraceConfig(str(tmp_path / "t"), limit)) for _ in range(2))
+    one, two = (Trace(TraceConfig(str(tmp_path / "t"), limit, tokens=True)) for _ in range(2))
     for number in range(60):
         for name, trace in (("a", one), ("b", two)):
             tokens = np.random.default_rng(number).integers(0, 1 << 31, 300)
@@ -151,7 +212,7 @@ def test_two_processes_worth_of_writers_share_a_file(tmp_path: Path) -> None:
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "MAX_PROMPTS", 5)
     monkeypatch.setattr(trace_module, "MAX_KEPT_NBYTES", 1000)
-    trace = Trace(TraceConfig(str(tmp_path / "t")))
+    trace = Trace(TraceConfig(str(tmp_path / "t"), tokens=True))
     for number in range(20):
         trace.made(Chain.of(model(), [number]), [number])
     assert len(trace._prompts) == 5
@@ -178,7 +239,7 @@ def test_a_file_that_is_not_ours_or_no_file_is_refused_at_the_start(tmp_path: Pa
 def test_a_disk_that_fails_costs_the_trace_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trace = Trace(TraceConfig(str(tmp_path / "t")))
+    trace = Trace(TraceConfig(str(tmp_path / "t"), tokens=True))
 
     def fail(line: bytes) -> None:
         raise OSError(28, "No space left on device")
@@ -201,7 +262,8 @@ def test_a_trace_that_is_damaged_or_missing_is_no_traceback(tmp_path: Path) -> N
 
 def test_the_setting_is_read_with_its_units() -> None:
     config = parse_config("trace: {path: /tmp/x, max: 1MiB}")
-    assert (config.trace.path, config.trace.max_nbytes) == ("/tmp/x", 1 << 20)
+    assert (config.trace.path, config.trace.max_nbytes, config.trace.tokens) == ("/tmp/x", 1 << 20, False)
+    assert parse_config("trace: {path: /tmp/x, tokens: true}").trace.tokens
     assert parse_config("", environ={"LMCACHE__TRACE__PATH": "/tmp/y"}).trace.path == "/tmp/y"
     assert load_config(environ={}).trace.path == ""
     with pytest.raises(ConfigError, match="at least 64KiB"):

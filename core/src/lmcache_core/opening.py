@@ -49,7 +49,7 @@ def open_cache(
     device_name, device = open_device(config.device, config.plugins)
     metrics = Metrics()
     cache = _open_cache(config, socket, load_timeout_s, device_name, device, metrics)
-    if config.trace.path:
+    if config.trace.path and (config.trace.tokens or isinstance(cache, LocalCache)):  # else the daemon writes it
         try:
             cache.trace = Trace(config.trace)
         except ConfigError:

@@ -1,7 +1,7 @@
-"""The tokens of requests in a bounded file, for whoever must see where two of them part.  Off unless configured.
+"""The requests that a cache was asked for, in a bounded file: when, how long, which chunks.  Off unless configured.
 
-One JSON object a line.  Two files of half the size each: `PATH`, and `PATH.1` with what was before.  Mode 0600, since
-tokens are prompts.
+One JSON object a line, with the first bytes of each chunk's digest, and the tokens only where they are asked for as
+well.  Two files of half the size each: `PATH`, and `PATH.1` with what was before.  Mode 0600.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,16 +36,22 @@ MAX_PROMPTS: Final = 256
 """Whose tokens are kept until their lookup; some hundred KiB each at most."""
 MAX_KEPT_NBYTES: Final = 64 << 20
 MAX_QUEUED: Final = 256
+MAX_TOLD: Final = 1024
+"""Answers that are remembered, since an engine asks again and again while a request waits."""
+SHORT_NBYTES: Final = 8
+"""Of each digest; enough to tell chunks apart, and no key of a record."""
 MAX_LINE_NBYTES: Final = 64 << 20
 _MIN_NBYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class TraceConfig:
-    """Where the tokens of requests are written, and how much is kept; an empty path for nowhere."""
+    """Where requests are written, and how much is kept; an empty path for nowhere."""
 
     path: str = ""
     max_nbytes: int = 64 << 20
+    tokens: bool = False
+    """Their tokens too, which are prompts."""
 
     def __post_init__(self) -> None:
         if self.max_nbytes < _MIN_NBYTES:
@@ -59,11 +65,14 @@ class Traced:
     at: float
     request: str
     family: dict[str, Any]
-    tokens: list[int]
+    tokens: list[int] | None
+    """None where they were not asked for."""
     complete: bool
     """False where the prompt was extended, and only the tokens before that are known."""
     hit_chunks: int
     chunks: int
+    digests: tuple[bytes, ...]
+    """The first bytes of each."""
 
 
 class Trace:
@@ -71,17 +80,24 @@ class Trace:
 
     def __init__(self, config: TraceConfig, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
+        self._with_tokens = config.tokens
         self._file = _File(Path(config.path).expanduser(), config.max_nbytes)
         self._lock = threading.Lock()
         self._prompts: OrderedDict[bytes, bytes] = OrderedDict()
         self._kept_nbytes = 0
-        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(MAX_QUEUED)
+        self._told: OrderedDict[tuple[Any, ...], None] = OrderedDict()
+        self._queue: queue.Queue[tuple[float, Hit, bytes | None, bool] | None] = queue.Queue(MAX_QUEUED)
         self._thread = threading.Thread(target=self._run, name="lmcache-trace", daemon=True)
         self._thread.start()
-        log.warning("the tokens of every request are written to %s: they are prompts", config.path)
+        if config.tokens:
+            log.warning("the tokens of every request are written to %s: they are prompts", config.path)
+        else:
+            log.info("a line for every request is written to %s, without its tokens", config.path)
 
     def made(self, chain: Chain, tokens: Sequence[int] | Any) -> None:
         """These are the tokens that `chain` was made of."""
+        if not self._with_tokens:
+            return
         packed = bytes(pack_tokens(tokens))
         key = _last(chain)
         with self._lock:
@@ -91,35 +107,25 @@ class Trace:
                 self._kept_nbytes -= len(self._prompts.popitem(last=False)[1])
 
     def answered(self, hit: Hit) -> None:
-        """A lookup of a request was answered; its tokens are written, as far as they are known."""
-        chain = hit.chain
+        """A lookup of a request was answered; the same answer again is not written again."""
+        key = (hit.request, hit.boot_id, hit.lease_id, _last(hit.chain), hit.chunks)
         with self._lock:
-            packed = self._prompts.get(_last(chain))
-            complete = packed is not None
-            if packed is None:
-                known = (self._prompts.get(digest) for digest in reversed(chain.digests))
-                packed = next((found for found in known if found is not None), b"")
-        family = chain.model.family
-        line = {
-            "at": self._clock(),
-            "request": hit.request,
-            "family": {
-                "family_id": family.family_id.hex(),
-                "model": family.model,
-                "weights": family.weights,
-                "kv_dtype": family.kv_dtype,
-                "chunk_tokens": family.chunk_tokens,
-                "adapter": family.adapter,
-                "tags": family.tags,
-                "salt_id": family.salt_id.hex(),
-            },
-            "packed": packed,
-            "complete": complete,
-            "hit_chunks": hit.chunks,
-            "chunks": len(chain),
-        }
+            if key in self._told:
+                return
+            self._told[key] = None
+            if len(self._told) > MAX_TOLD:
+                self._told.popitem(last=False)
+            packed, complete = self._packed(hit.chain) if self._with_tokens else (None, False)
         with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(line)
+            self._queue.put_nowait((self._clock(), hit, packed, complete))
+
+    def _packed(self, chain: Chain) -> tuple[bytes, bool]:
+        """The tokens of a chain as far as they are known, and whether that is all of them."""
+        packed = self._prompts.get(_last(chain))
+        if packed is not None:
+            return packed, True
+        known = (self._prompts.get(digest) for digest in reversed(chain.digests))
+        return next((found for found in known if found is not None), b""), False
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued, at most for `timeout_s`.  Twice is fine."""
@@ -131,17 +137,28 @@ class Trace:
 
     def _run(self) -> None:
         said = False
-        while (line := self._queue.get()) is not None:
+        while (answer := self._queue.get()) is not None:
             try:
-                packed = line.pop("packed")
-                line["tokens"] = base64.b64encode(zlib.compress(packed, 1)).decode()
-                self._file.append(json.dumps(line).encode() + b"\n")
+                self._file.append(json.dumps(_line(*answer)).encode() + b"\n")
             except OSError as error:
                 if not said:
                     log.warning("trace: %s: %s; requests go on without", self._file.path, error.strerror)
                 said = True
             except BaseException:  # a bug of ours; the next request is written all the same
                 report()
+
+
+def open_daemons_trace(config: TraceConfig) -> Trace | None:
+    """What a daemon writes: it sees the digests of requests and none of the tokens, which the engines have.
+
+    ConfigError if it cannot be written.
+    """
+    if not config.path:
+        return None
+    if config.tokens:
+        log.info("the engines' processes write the trace, since a daemon sees no tokens")
+        return None
+    return Trace(config)
 
 
 def read(path: Path, requests: Sequence[str]) -> dict[str, Traced]:
@@ -160,12 +177,40 @@ def read(path: Path, requests: Sequence[str]) -> dict[str, Traced]:
     return found
 
 
+def _line(at: float, hit: Hit, packed: bytes | None, complete: bool) -> dict[str, Any]:
+    chain, family = hit.chain, hit.chain.model.family
+    result = "full" if hit.chunks == len(chain) else "partial" if hit.chunks else "miss"
+    line = {
+        "at": at,
+        "request": hit.request,
+        "family": {"family_id": family.family_id.hex(), "chunk_tokens": family.chunk_tokens},
+        "input_tokens": chain.tokens,
+        "chunks": len(chain),
+        "hit_chunks": hit.chunks,
+        "result": "refused" if hit.refused else result,
+        "digests": base64.b64encode(b"".join(digest[:SHORT_NBYTES] for digest in chain.digests)).decode(),
+    }
+    if packed is not None:
+        line["family"] = {
+            "family_id": family.family_id.hex(),
+            **asdict(family),
+            "salt_id": family.salt_id.hex(),
+        }
+        line["tokens"] = base64.b64encode(zlib.compress(packed, 1)).decode()
+        line["complete"] = complete
+    return line
+
+
 def _traced(entry: dict[str, Any]) -> Traced:
-    packed = zlib.decompressobj().decompress(base64.b64decode(entry["tokens"], validate=True), MAX_LINE_NBYTES)
-    tokens = list(memoryview(packed[: len(packed) // 4 * 4]).cast("I"))
+    tokens = None
+    if "tokens" in entry:
+        packed = zlib.decompressobj().decompress(base64.b64decode(entry["tokens"], validate=True), MAX_LINE_NBYTES)
+        tokens = list(memoryview(packed[: len(packed) // 4 * 4]).cast("I"))
+    short = base64.b64decode(entry["digests"], validate=True)
+    digests = tuple(short[at : at + SHORT_NBYTES] for at in range(0, len(short), SHORT_NBYTES))
     return Traced(
-        float(entry["at"]), str(entry["request"]), dict(entry["family"]), tokens, bool(entry["complete"]),
-        int(entry["hit_chunks"]), int(entry["chunks"]),
+        float(entry["at"]), str(entry["request"]), dict(entry["family"]), tokens, bool(entry.get("complete", False)),
+        int(entry["hit_chunks"]), int(entry["chunks"]), digests,
     )  # fmt: skip
 
 

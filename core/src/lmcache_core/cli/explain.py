@@ -30,7 +30,9 @@ _IDS: Final = re.compile(r"\s*\[?[\d\s,]*\]?\s*")
 @click.option("--chunk-tokens", type=click.IntRange(1, 1 << 20), help="[default: that of the configuration]")
 @click.option("--text", is_flag=True, help="A and B are text, also where they hold nothing but numbers.")
 @click.option("--request", help="A request that a daemon answered lately, by the engine's name for it.")
-@click.option("--trace", type=click.Path(path_type=Path), help="A and B are requests in this file of `trace:`.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), help="A and B are requests in this file of `trace:` with tokens."
+)
 @click.option("--latest", is_flag=True, help="The requests that a daemon answered lately.")
 @click.option("--config", type=click.Path(path_type=Path), help=f"Default: $LMCACHE_CONFIG, else {DEFAULT_FILE}.")
 @click.option("--tier", help="Look only into this tier of the configuration for what is stored of A and B.")

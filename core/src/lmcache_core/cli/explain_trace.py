@@ -23,17 +23,28 @@ def traced(path: Path, requests: Sequence[str], tokenizer: Tokenizer | None) -> 
     if missing:
         raise ConfigError(f"{path}: no request {', '.join(map(repr, missing))} in it (any more)")
     entries = [found[request] for request in requests]
-    prompts = [
-        Prompt(request, tokenizer.decode(entry.tokens) if tokenizer is not None else None, entry.tokens)
-        for request, entry in zip(requests, entries, strict=True)
-    ]
+    prompts = []
+    for request, entry in zip(requests, entries, strict=True):
+        if entry.tokens is None:
+            raise ConfigError(_no_tokens(path, request, entries))
+        prompts.append(Prompt(request, tokenizer.decode(entry.tokens) if tokenizer else None, entry.tokens))
     told = [line for label, entry in zip("AB", entries, strict=False) for line in _told(label, entry)]
     told += _differing(entries)
     return prompts, told, int(entries[-1].family.get("chunk_tokens", 256))
 
 
+def _no_tokens(path: Path, request: str, entries: Sequence[Traced]) -> str:
+    text = f"{path}: it has no tokens of request {request!r}; `trace: {{tokens: true}}` writes them, of later requests"
+    if len(entries) < 2:
+        return text
+    pairs = enumerate(zip(entries[0].digests, entries[1].digests, strict=False))
+    equal = next((index for index, (a, b) in pairs if a != b), min(entry.chunks for entry in entries))
+    return f"{text}. By their hashes the first {equal} chunks are equal, of {entries[0].chunks} and {entries[1].chunks}"
+
+
 def _told(label: str, entry: Traced) -> list[str]:
     when = ago(max(0.0, time.time() - entry.at))
+    assert entry.tokens is not None
     lines = [f"{label}  {when} ago: {entry.hit_chunks:,} of {entry.chunks:,} chunks were hit"]
     if not entry.complete:
         lines.append(f"{label}  was extended piece by piece: only its first {len(entry.tokens):,} tokens are known")

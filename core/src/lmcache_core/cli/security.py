@@ -28,7 +28,8 @@ def security(config: CacheConfig | None, path: Path | None) -> Iterator[Diagnosi
     if config is not None:
         said += _of_socket(config)
         if config.trace.path:
-            text = f"trace: the prompts of every request are written to {config.trace.path}"
+            what = "the prompts of every request" if config.trace.tokens else "hashes of every request's prompt"
+            text = f"trace: {what} are written to {config.trace.path}"
             said.append(Diagnosis("note", text, "leave it out when you have seen what you wanted, and remove the file"))
         for tier in config.tiers:
             said += _of_options(tier.options.table, f"tiers.{tier.name}.options")

@@ -30,6 +30,7 @@ from ..logs import lookup_log
 from ..metrics import Metrics
 from ..opening import open_pool, used_plugins
 from ..scrape import HttpServer
+from ..trace import open_daemons_trace
 from .commands import Command, Commands
 from .quarantine import GRACE_S, Quarantine, open_peer_pidfd
 from .session import MAX_UNSENT_NBYTES, Session, peer_of
@@ -54,6 +55,12 @@ class Daemon:
         self.socket_path = socket_path or config.daemon_socket
         self.metrics = Metrics()
         self._pool, self._events = open_pool(config, self.metrics)
+        try:
+            self._trace = open_daemons_trace(config.trace)
+        except ConfigError:
+            self._pool.close()
+            self._events.close()
+            raise
         self._prefaults = Prefaults()
         self._pool.slab.on_grow = self._prefaults.start
         self._pool.slab.on_drop = self._extent_dropped
@@ -129,6 +136,8 @@ class Daemon:
         self._prefaults.join()
         self._pool.close()
         self._events.close()
+        if self._trace is not None:
+            self._trace.close()
 
     def status(self) -> dict[str, object]:
         """What `lmc status` shows."""
@@ -213,7 +222,15 @@ class Daemon:
         pid, uid, _ = peer_of(sock)
         pidfd = open_peer_pidfd(sock, pid)
         writer = Writer(sock, self._loop)
-        session = Session(self._next, self._pool, self._loop, writer.send, lambda: self.commands.draining, self.metrics)
+        session = Session(
+            self._next,
+            self._pool,
+            self._loop,
+            writer.send,
+            lambda: self.commands.draining,
+            self.metrics,
+            self._trace.answered if self._trace is not None else None,
+        )
         self._next += 1
         frames = wire.Frames(wire.to_daemon_decoder(), wire.MAX_HELLO_NBYTES)
         hello_by = self._loop.time() + _HELLO_TIMEOUT_S

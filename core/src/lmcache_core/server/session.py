@@ -11,10 +11,12 @@ from functools import partial
 from typing import Final
 
 from .. import wire
+from ..cache import Hit
 from ..chain import Chain, Model, Shard
 from ..errors import CapacityError
 from ..index import Entry
 from ..keys import SHARD_ID_NBYTES
+from ..leases import Found
 from ..metrics import Metrics
 from ..pool import Pool
 
@@ -37,6 +39,7 @@ class Session:
         send: Callable[[bytes, int | None], None],
         is_draining: Callable[[], bool],
         metrics: Metrics | None = None,
+        on_answer: Callable[[Hit], None] | None = None,
     ) -> None:
         self.number = number
         self.client = ""
@@ -53,6 +56,7 @@ class Session:
         self._send_bytes = send
         self._is_draining = is_draining
         self._metrics = metrics or Metrics()
+        self._on_answer = on_answer
         self._models: dict[int, Model] = {}
         self._extents: set[int] = set()
         self._arrivals: deque[tuple[int, bool, int, Entry | None, str]] = deque()
@@ -167,6 +171,8 @@ class Session:
             self._loop.call_soon_threadsafe(self._answered, request)
 
         found = self._pool.lookup(chain, self._name(request), answered, message.token_s)
+        if self._on_answer is not None:
+            self._on_answer(_hit(chain, self._name(request), found, self._pool.boot_id))
         longest = found.restorable[-1] if found.restorable else 0
         lengths = None if len(found.restorable) == longest else list(found.restorable)
         self.send(
@@ -307,6 +313,20 @@ class Session:
                 self._extents.add(extent_id)
                 extent = self._pool.extent(entry)
                 self._send_bytes(wire.encode(wire.ExtentOpened(extent_id, extent.nbytes)), extent.fd)
+
+
+def _hit(chain: Chain, request: str, found: Found, boot_id: str) -> Hit:
+    return Hit(
+        chain,
+        request,
+        found.resident,
+        found.restorable,
+        found.pending,
+        boot_id,
+        found.lease_id,
+        found.refused,
+        found.tiers,
+    )
 
 
 def _slot(entry: Entry) -> tuple[int, int, int]:

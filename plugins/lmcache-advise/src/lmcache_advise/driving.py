@@ -1,0 +1,99 @@
+"""Many users at once: sessions are taken in turn, and each user waits for an answer before going on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .prompts import Session
+from .serving import Answer, Endpoint, Message, ask
+
+MAX_USERS: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request of a workload."""
+
+    session: str
+    turn: int
+    answer: Answer
+
+    @property
+    def ok(self) -> bool:
+        return not self.answer.error
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A workload on one endpoint."""
+
+    outcomes: tuple[Outcome, ...]
+    seconds: float
+    asked: int
+    """Requests that the workload has; those that were not asked within the time are missing among the outcomes."""
+
+
+def drive(
+    endpoint: Endpoint,
+    sessions: Sequence[Session],
+    users: int,
+    *,
+    limit_s: float = 3600.0,
+) -> Run:
+    """Ask everything, at most `users` at a time and not for longer than `limit_s`."""
+    waiting = deque(sessions)
+    outcomes: list[Outcome] = []
+    lock = threading.Lock()
+    stop = threading.Event()
+    began = time.perf_counter()
+
+    def is_over() -> bool:
+        return stop.is_set() or time.perf_counter() - began > limit_s
+
+    def work() -> None:
+        while not is_over():
+            with lock:
+                if not waiting:
+                    return
+                session = waiting.popleft()
+            if session.at_s and stop.wait(max(0.0, began + session.at_s - time.perf_counter())):
+                return
+            found = _talk(endpoint, session, is_over)
+            with lock:
+                outcomes.extend(found)
+
+    threads = [
+        threading.Thread(target=work, name=f"user {n}") for n in range(max(1, min(users, MAX_USERS, len(sessions))))
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    asked = sum(len(session.turns) for session in sessions)
+    return Run(tuple(outcomes), time.perf_counter() - began, asked)
+
+
+def _talk(endpoint: Endpoint, session: Session, is_over: Callable[[], bool]) -> list[Outcome]:
+    """The turns of one session; after one that failed its conversation is over."""
+    messages: list[Message] = [{"role": "system", "content": session.system}] if session.system else []
+    found = []
+    for turn, question in enumerate(session.turns):
+        if is_over():
+            break
+        messages.append({"role": "user", "content": question})
+        answer = ask(endpoint, messages)
+        found.append(Outcome(session.name, turn, answer))
+        if answer.error:
+            break
+        messages.append({"role": "assistant", "content": answer.text})
+    return found
