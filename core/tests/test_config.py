@@ -663,10 +663,17 @@ def test_the_daemon_listens_where_the_server_section_says_else_where_engines_loo
         ("server: {max_clients: 0}", "server.max_clients: must be 1 to 65,536"),
         ("server: {max_client: 5}", "server.max_client: unknown key; did you mean 'max_clients'?"),
         ("server: {http: '10.0.0.1:80'}", "server.http: 10.0.0.1:80 is not on loopback"),
+        ("server: {page: '0.0.0.0:9466'}", "server.page: 0.0.0.0:9466 is not on loopback"),
+        (
+            "server: {http: '127.0.0.1:1', page: '127.0.0.1:1'}",
+            "server.page: 127.0.0.1:1 is the address of server.http",
+        ),
+        ("server: {page_token: '${SHORT}'}", "server.page_token: needs at least 16 characters"),
+        ("server: {page_token: in-clear-text-in-clear-text}", "server.page_token: "),
     ],
 )
 def test_a_mistake_in_the_server_section_is_named(text: str, says: str) -> None:
-    assert f"lmcache.yaml:1: {says}" in problem(text)
+    assert f"lmcache.yaml:1: {says}" in problem(text, SHORT="short")
 
 
 def test_addresses_are_an_ip_and_a_port() -> None:

@@ -298,9 +298,9 @@ def test_a_corrupt_record_is_the_reason_of_the_miss_that_follows(tmp_path: Path)
     ],
 )
 def test_every_reason_has_its_sentence(reason: str) -> None:
-    said = {explain_request.sentence(other) for other in explain_request._SENTENCES if other != reason}
-    assert explain_request.sentence(reason) not in said
-    assert len(explain_request.sentence(reason)) > 30
+    said = {history.meaning(other) for other in history._MEANINGS if other != reason}
+    assert history.meaning(reason) not in said
+    assert len(history.meaning(reason)) > 30
 
 
 def test_a_refusal_by_cost_shows_both_estimates() -> None:

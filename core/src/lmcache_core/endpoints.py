@@ -15,6 +15,7 @@ from .options import FieldError
 
 AUTO: Final = "auto"
 """As a socket: the one that a daemon serves which was not told where."""
+DEFAULT_PAGE: Final = "127.0.0.1:9466"
 _MODE: Final = re.compile(r"0?[0-7]{3}")
 _MIN_TOKEN: Final = 16
 
@@ -46,7 +47,7 @@ class TcpConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """How the daemon is reached: a Unix socket, HTTP on loopback for health and metrics, TCP for operators."""
+    """How the daemon is reached: a Unix socket, HTTP on loopback for health, metrics and a page, TCP for operators."""
 
     socket: str = ""
     """Path; empty for the configuration's `socket`, or lmcache/lmcache.sock in the run directory."""
@@ -59,6 +60,10 @@ class ServerConfig:
     """Of the thread that answers, where the system allows it: it is short of time only when engines take all cores."""
     http: str = ""
     """"127.0.0.1:9464", say; empty for none."""
+    page: str = ""
+    """"127.0.0.1:9466", say: where people look at the daemon in a browser; empty for nowhere."""
+    page_token: str = field(default="", repr=False)
+    """With it, the page may also drain.  Empty: it only shows."""
     tcp: TcpConfig = TcpConfig()
 
     def __post_init__(self) -> None:
@@ -69,6 +74,11 @@ class ServerConfig:
         if not -20 <= self.nice <= 19:
             raise FieldError("nice", f"must be -20 to 19, got {self.nice}")
         check_loopback("http", self.http)
+        check_loopback("page", self.page)
+        if self.page and self.page == self.http and parse_address(self.page).port:
+            raise FieldError("page", f"{self.page} is the address of server.http; give the page one of its own")
+        if self.page_token and len(self.page_token) < _MIN_TOKEN:
+            raise FieldError("page_token", f"needs at least {_MIN_TOKEN} characters")
 
     @property
     def mode(self) -> int:

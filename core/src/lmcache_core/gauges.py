@@ -81,10 +81,11 @@ def _readers(pool: Pool) -> Iterator[tuple[str, Callable[[], dict[Labels, float]
     yield "tenants", quota(lambda of: len(of.used))
     yield "tenant_quota_bytes", quota(lambda of: of.quota_nbytes)
     yield "tenant_largest_bytes", quota(lambda of: max(of.used, default=0))
-    yield "tenants_near_quota", quota(_near_quota)
+    yield "tenants_near_quota", quota(near_quota)
 
 
-def _near_quota(of: Tenants) -> float | None:
+def near_quota(of: Tenants) -> float | None:
+    """How many tenants use almost all that they may; None without a quota."""
     limit = of.quota_nbytes
     return None if limit is None else sum(used >= _NEAR_QUOTA * limit for used in of.used)
 

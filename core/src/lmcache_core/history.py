@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
@@ -15,6 +15,9 @@ from .keys import SHARD_ID_NBYTES, ChunkKey, Family
 MAX_LOSSES: Final = 8192
 """Chunks, for each tier, whose last loss is remembered; 250 bytes each."""
 MAX_LOOKUPS: Final = 4096
+MAX_SLOW: Final = 64
+SLOW_S: Final = 0.1
+"""From here on an operation of a tier is remembered as a slow one."""
 
 NEVER_STORED: Final = "never stored"
 BEING_STORED: Final = "being stored"
@@ -24,6 +27,21 @@ LATE: Final = "late"
 """Reasons of a miss beside those of the losses: `Lookup.reason`."""
 NOT_STORED: Final = "not stored: "
 """How the reason of a loss begins when the tier never got the record."""
+
+_MEANINGS: Final = {
+    NEVER_STORED: "no tier has had it, as far as is remembered: nobody computed this prefix before in this "
+    "namespace, or that was before the daemon's start; `lmc explain A B` compares two prompts",
+    BEING_STORED: "another request was just storing it; the same prompt hits once that is done",
+    TIER_DOWN: "a tier has it, and was not used since it had failed; `lmc status` and `lmc doctor` say why",
+    REFUSED_BY_COST: "it was there, and loading it would have taken longer than computing it again",
+    LATE: "a tier had not answered when the request went on without",
+    "capacity": "it was evicted to make room: a larger capacity, or a tier below, would have kept it",
+    "removed": "it was removed on purpose: `lmc clear`, or the engine",
+    "corrupt": "it failed its check and was removed: never a wrong token; `lmc verify` reads the whole store",
+    "lost": "the store had it no more: it expired there, or somebody removed it there",
+    "tenant quota": "it was evicted to keep its tenant within its quota",
+    "expired": "it was older than its tier keeps records",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +86,23 @@ class Lookup:
     measured."""
 
 
+@dataclass(frozen=True, slots=True)
+class SlowOperation:
+    """A batch of a tier that took `SLOW_S` or more."""
+
+    at: float
+    tier: str
+    operation: str
+    """"read", "write", or "ask" for what a shared store has."""
+    seconds: float
+    records: int
+    nbytes: int
+    failed: int
+    """Records of it that were not read or written."""
+
+
 class History:
-    """Thread-safe.  Bounded by the two limits, the oldest going first."""
+    """Thread-safe.  Bounded by the limits, the oldest going first."""
 
     def __init__(
         self,
@@ -84,6 +117,7 @@ class History:
         self._lock = threading.Lock()
         self._losses: dict[str, OrderedDict[bytes, Loss]] = {}
         self._lookups: OrderedDict[str, Lookup] = OrderedDict()
+        self._slow: deque[SlowOperation] = deque(maxlen=MAX_SLOW)
 
     def lost(self, keys: Iterable[ChunkKey], tier: str, reason: str, policy: str = "") -> None:
         """Remember why the chunks of `keys` are not in `tier`."""
@@ -125,6 +159,17 @@ class History:
         with self._lock:
             return [one for one, _ in zip(reversed(self._lookups.values()), range(limit), strict=False)]
 
+    def took(self, tier: str, operation: str, seconds: float, records: int, nbytes: int = 0, failed: int = 0) -> None:
+        """A tier was busy with a batch for so long; remembered if that was slow."""
+        if seconds >= SLOW_S:
+            with self._lock:
+                self._slow.append(SlowOperation(self._clock(), tier, operation, seconds, records, nbytes, failed))
+
+    def slow(self) -> list[SlowOperation]:
+        """The latest slow operations, newest first."""
+        with self._lock:
+            return list(self._slow)[::-1]
+
     def report(self, request: str = "", digests: Sequence[bytes] = (), limit: int = 16) -> dict[str, Any]:
         """For people, as JSON has it: the lookup of `request`, the latest ones, and the losses of `digests`.
 
@@ -143,3 +188,13 @@ def plain(lookup: Lookup) -> dict[str, Any]:
     """A lookup as JSON has it: the family by its id."""
     fields = {each.name: getattr(lookup, each.name) for each in dataclass_fields(lookup) if each.name != "family"}
     return {**fields, "family_id": lookup.family.family_id.hex(), "missing": lookup.missing.hex()}
+
+
+def meaning(reason: str) -> str:
+    """What a reason means for whoever asks, and what to do."""
+    if reason.startswith(NOT_STORED):
+        why = reason.removeprefix(NOT_STORED)
+        return f"it was computed and then not stored ({why}): the cache never makes a request wait"
+    if reason.startswith("fault"):
+        return "a tier failed to load it; `lmc status` and `lmc doctor` say more"
+    return _MEANINGS.get(reason, "a tier that had it could not be used")

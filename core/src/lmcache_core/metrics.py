@@ -86,6 +86,58 @@ class _Histogram:
     total: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Counters and histograms at one moment, or what was added to them between two."""
+
+    counters: Mapping[tuple[str, Labels], float]
+    histograms: Mapping[tuple[str, Labels], tuple[tuple[int, ...], float]]
+    """Counts of the buckets, and the sum of the values."""
+
+    def since(self, earlier: Reading) -> Reading:
+        """What was added after `earlier`, a reading of the same metrics."""
+        counters = {key: value - earlier.counters.get(key, 0.0) for key, value in self.counters.items()}
+        histograms = {}
+        for key, (counts, total) in self.histograms.items():
+            before, sum_before = earlier.histograms.get(key, ((0,) * len(counts), 0.0))
+            histograms[key] = tuple(now - then for now, then in zip(counts, before, strict=True)), total - sum_before
+        return Reading(counters, histograms)
+
+    def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """A counter by the values of `label`, without those that are zero."""
+        found: dict[str, float] = {}
+        wanted = set(labels.items())
+        for (counter, have), value in self.counters.items():
+            if counter == name and value and wanted <= set(have):
+                where = dict(have).get(label, "")
+                found[where] = found.get(where, 0.0) + value
+        return found
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of a counter over all label sets that include `labels`."""
+        return sum(self.by(name, "", **labels).values())
+
+    def spent(self, name: str, **labels: str) -> tuple[int, float]:
+        """How many values the histogram of exactly these labels has, and their sum."""
+        counts, total = self.histograms.get(_key(name, labels), ((), 0.0))
+        return sum(counts), total
+
+    def quantile(self, name: str, q: float, **labels: str) -> float | None:
+        """As Prometheus estimates it from the buckets; None without a value."""
+        counts, _ = self.histograms.get(_key(name, labels), ((), 0.0))
+        left = q * sum(counts)
+        if not left:
+            return None
+        bounds = BUCKETS.get(name, SECONDS_BUCKETS)
+        below = 0.0
+        for bound, count in zip(bounds, counts, strict=False):
+            if count and left <= count:
+                return below + (bound - below) * left / count
+            left -= count
+            below = bound
+        return float(bounds[-1])
+
+
 class Metrics:
     """Thread-safe.  Counters never fall.  Names come from `HELP`; gauges are read when asked for."""
 
@@ -132,6 +184,18 @@ class Metrics:
         wanted = set(labels.items())
         with self._lock:
             return sum(n for (counter, have), n in self._counters.items() if counter == name and wanted <= set(have))
+
+    def read(self) -> Reading:
+        """Everything but the gauges, at this moment; some ten microseconds under the lock."""
+        with self._lock:
+            histograms = {key: (tuple(found.counts), found.total) for key, found in self._histograms.items()}
+            return Reading(dict(self._counters), histograms)
+
+    def read_gauge(self, name: str) -> Mapping[Labels, float]:
+        """What the gauge `name` says at this moment; nothing if there is none."""
+        with self._lock:
+            _, read = self._gauges.get(name, ("", dict))
+        return read()
 
     def collect(self) -> Iterable[Metric]:
         """For a `prometheus_client` registry."""

@@ -169,9 +169,9 @@ class PooledCache(Cache):
 
         Raises ConfigError where the port is taken.
         """
-        from .scrape import HttpServer  # its imports would slow every start
+        from .scrape import HttpServer, health  # their imports would slow every start
 
-        self._http = HttpServer.start(address, self.metrics, lambda: "", "metrics")
+        self._http = HttpServer.start(address, health(self.metrics, lambda: ""), "metrics")
 
     @property
     def metrics_address(self) -> str:

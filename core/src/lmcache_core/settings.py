@@ -64,7 +64,7 @@ def _raw_settings(node: Node, path: str) -> Iterator[Setting]:
     else:
         named = path.rpartition(".")[2].partition("[")[0]
         clear = node.literal or (node.value if node.in_file and not is_secret_name(named) else "***")
-        yield Setting(path, printable(_mask_url(str(clear))), node.source)
+        yield Setting(path, printable(mask_url(str(clear))), node.source)
 
 
 def _shown(value: Any, name: str, origin: Origin, secret: bool) -> str:
@@ -82,8 +82,9 @@ def _shown(value: Any, name: str, origin: Origin, secret: bool) -> str:
         return format_seconds(value)
     if isinstance(value, tuple):
         return f"[{', '.join(_shown(item, name, origin, False) for item in value)}]"
-    return _mask_url(str(getattr(value, "value", value))) or '""'
+    return mask_url(str(getattr(value, "value", value))) or '""'
 
 
-def _mask_url(text: str) -> str:
+def mask_url(text: str) -> str:
+    """`text` without the passwords of the URLs in it."""
     return _URL_PASSWORD.sub(r"\1***", text)

@@ -232,13 +232,16 @@ class Tier:
 
             def complete() -> None:
                 self._metrics.observe("tier_probe_seconds", seconds, tier=self.name)
+                self._history.took(
+                    self.name, "ask", seconds, len(keys), failed=0 if isinstance(found, int) else len(keys)
+                )
                 self._count_health("contains_prefix", keys, [found])
                 done()
 
             return complete
 
         def late() -> None:
-            self._count_late()
+            self._count_late("ask", len(keys))
             done()
 
         return self._submit_load(Task(run, late, lambda: None))
@@ -332,6 +335,7 @@ class Tier:
             self._metrics.add("tier_read_bytes", nbytes, tier=self.name)
             self._metrics.observe("tier_read_seconds", seconds, tier=self.name)
             self._metrics.observe("tier_read_batch_bytes", nbytes, tier=self.name)
+            self._history.took(self.name, "read", seconds, len(batch), nbytes, len(batch) - counts["ok"])
             if counts["ok"] == len(batch):
                 self._time(timed, nbytes)
             for item, (found, reason) in zip(batch, answers, strict=True):
@@ -373,11 +377,12 @@ class Tier:
         self._remove(item.key, "corrupt")
         return None, f"corrupt: {problem}"
 
-    def _count_late(self) -> None:
+    def _count_late(self, operation: str, records: int) -> None:
+        self._history.took(self.name, operation, 2 * self.timeout_s, records, failed=records)
         self.breaker.failed(f"no answer in {2 * self.timeout_s} s")
 
     def _late_load(self, batch: list[LoadItem]) -> None:
-        self._count_late()
+        self._count_late("read", len(batch))
         for item in batch:
             self._metrics.add("tier_reads", tier=self.name, result="late")
             item.done(item, None, "late", True)
@@ -403,6 +408,7 @@ class Tier:
             self._metrics.observe("tier_write_seconds", seconds, tier=self.name)
             self._metrics.observe("tier_write_batch_bytes", nbytes, tier=self.name)
             self._metrics.add("tier_written_bytes", nbytes, tier=self.name)
+            self._history.took(self.name, "write", seconds, len(batch), nbytes, len(batch) - len(stored))
             for item, reason in zip(batch, results, strict=True):
                 self._metrics.add("tier_writes", tier=self.name, result=reason.partition(":")[0] or "ok")
                 if reason:
@@ -471,7 +477,7 @@ class Tier:
         return reasons
 
     def _late_store(self, batch: list[StoreItem]) -> None:
-        self._count_late()
+        self._count_late("write", len(batch))
         for item in batch:
             self._metrics.add("tier_writes", tier=self.name, result="late")
             self._metrics.add("drops", tier=self.name, reason="late")

@@ -6,29 +6,14 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
-from lmcache_core import history
+from lmcache_core.history import meaning
 
 from .display import ago, clean, table
 from .target import target_of
-
-_SENTENCES: Final = {
-    history.NEVER_STORED: "no tier has had it, as far as is remembered: nobody computed this prefix before in this "
-    "namespace, or that was before the daemon's start; `lmc explain A B` compares two prompts",
-    history.BEING_STORED: "another request was just storing it; the same prompt hits once that is done",
-    history.TIER_DOWN: "a tier has it, and was not used since it had failed; `lmc status` and `lmc doctor` say why",
-    history.REFUSED_BY_COST: "it was there, and loading it would have taken longer than computing it again",
-    history.LATE: "a tier had not answered when the request went on without",
-    "capacity": "it was evicted to make room: a larger capacity, or a tier below, would have kept it",
-    "removed": "it was removed on purpose: `lmc clear`, or the engine",
-    "corrupt": "it failed its check and was removed: never a wrong token; `lmc verify` reads the whole store",
-    "lost": "the store had it no more: it expired there, or somebody removed it there",
-    "tenant quota": "it was evicted to keep its tenant within its quota",
-    "expired": "it was older than its tier keeps records",
-}
 
 
 def explain_request(
@@ -69,7 +54,7 @@ def lines(found: dict[str, Any], request: str | None, now: float) -> Iterator[st
     if not lookup["missing"]:
         return
     yield f"chunk {lookup['hit_chunks']:,} is the first that is missing: {clean(lookup['reason'])}"
-    yield f"  {sentence(lookup['reason'])}"
+    yield f"  {clean(meaning(lookup['reason']))}"
     if lookup["refused_chunks"]:
         yield (
             f"  {lookup['refused_chunks']:,} chunks were found; estimated "
@@ -78,16 +63,6 @@ def lines(found: dict[str, Any], request: str | None, now: float) -> Iterator[st
     for loss in (found.get("losses") or {}).get(lookup["missing"], []):
         policy = f", chosen by the policy {loss['policy']}" if loss["policy"] else ""
         yield f"  tier {loss['tier']}: {clean(loss['reason'])}{policy}, {ago(max(0.0, now - loss['at']))} ago"
-
-
-def sentence(reason: str) -> str:
-    """What a reason of `History` means, and what to do."""
-    if reason.startswith(history.NOT_STORED):
-        why = clean(reason.removeprefix(history.NOT_STORED))
-        return f"it was computed and then not stored ({why}): the cache never makes a request wait"
-    if reason.startswith("fault"):
-        return "a tier failed to load it; `lmc status` and `lmc doctor` say more"
-    return _SENTENCES.get(reason, "a tier that had it could not be used")
 
 
 def _result(lookup: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ def lines(status: dict[str, Any]) -> Iterator[str]:
     """A status as `lmc status` prints it."""
     state = status["problem"] or "ready"
     yield f"{state}: lmcache-core {status['version']}, pid {status['pid']}, up {ago(status['uptime_s'])}"
-    places = [status["socket"], *(f"{kind} {status[kind]}" for kind in ("http", "tcp") if status[kind])]
+    places = [status["socket"], *(f"{kind} {status[kind]}" for kind in ("http", "page", "tcp") if status.get(kind))]
     yield f"on {', '.join(places)}; boot id {status['boot_id']}"
     held = [
         f"{status['clients']} clients",

@@ -29,9 +29,10 @@ from ..local import Prefaults
 from ..logs import lookup_log
 from ..metrics import Metrics
 from ..opening import open_pool, used_plugins
-from ..scrape import HttpServer
+from ..scrape import HttpServer, health
 from ..trace import open_daemons_trace
 from .commands import Command, Commands
+from .page import PageServer
 from .quarantine import GRACE_S, Quarantine, open_peer_pidfd
 from .session import MAX_UNSENT_NBYTES, Session, peer_of
 from .starts import alone_in
@@ -76,7 +77,7 @@ class Daemon:
         self._said_full = False
         self._next = 1
         self._began = time.monotonic()
-        self._also = {"http": "", "tcp": ""}
+        self._also: dict[str, str] = {}
         self.ready = asyncio.Event()
 
     async def run(self, *, handle_signals: bool = True) -> None:
@@ -92,9 +93,19 @@ class Daemon:
         async with contextlib.AsyncExitStack() as at_end:
             at_end.push_async_callback(loop.run_in_executor, None, self.close)
             at_end.callback(self._quarantine.close)
-            http = HttpServer.start(self._server.http, self.metrics, self._readiness)
+            http = HttpServer.start(self._server.http, health(self.metrics, self._readiness))
             if http is not None:
                 at_end.callback(http.close)
+            page = PageServer.start(
+                self._server,
+                self._pool,
+                self.metrics,
+                self.commands,
+                clients=self._clients,
+                state=lambda: {"uptime_s": self._uptime_s(), "problem": self._readiness(), "clients": self._clients()},
+            )
+            if page is not None:
+                at_end.callback(page.close)
             tcp = await TcpServer.start(self._server.tcp, self.commands, self._pool.boot_id)
             if tcp is not None:
                 at_end.push_async_callback(tcp.close)
@@ -102,10 +113,11 @@ class Daemon:
             self._inode = self.socket_path.lstat().st_ino
             at_end.push_async_callback(self._end_connections)
             loop.add_reader(self._listener, self._accept)
-            also = "".join(f", {kind} {place.address}" for kind, place in (("http", http), ("tcp", tcp)) if place)
+            places = (("http", http), ("page", page), ("tcp", tcp))
+            also = "".join(f", {kind} {place.address}" for kind, place in places if place)
             set_nice(self._server.nice)
             log.info("serving on %s%s, boot id %s", self.socket_path, also, self._pool.boot_id)
-            self._also = {"http": str(http.address) if http else "", "tcp": str(tcp.address) if tcp else ""}
+            self._also = {kind: str(place.address) for kind, place in places if place}
             notify_systemd("READY=1")
             self.ready.set()
             await self._stop.wait()
@@ -146,9 +158,9 @@ class Daemon:
             "version": __version__,
             "boot_id": self._pool.boot_id,
             "pid": os.getpid(),
-            "uptime_s": round(time.monotonic() - self._began, 3),
+            "uptime_s": self._uptime_s(),
             "socket": str(self.socket_path),
-            **self._also,
+            **{kind: self._also.get(kind, "") for kind in ("http", "page", "tcp")},
             "problem": self._readiness(),
             "clients": self._clients(),
             "leases": self._pool.leases.count(),
@@ -161,6 +173,9 @@ class Daemon:
             "capacity_nbytes": self._pool.slab.capacity_nbytes,
             "tiers": [asdict(tier.status()) for tier in self._pool.tiers],
         }
+
+    def _uptime_s(self) -> float:
+        return round(time.monotonic() - self._began, 3)
 
     def _clients(self) -> int:
         """Connections of engines; whoever only gives commands is none."""

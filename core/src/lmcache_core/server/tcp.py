@@ -95,7 +95,7 @@ class TcpServer:
                     welcomed = True
                     await _send(writer, wire.Welcome(wire.PROTOCOL, self._boot_id, os.getpid()))
                 elif isinstance(message, wire.Status | wire.Recall | wire.Scrape | wire.Drain | wire.Clear):
-                    await _send(writer, await self._commands.answer(message, _no_chain))
+                    await _send(writer, await self._commands.answer(message, no_chain))
                 else:
                     raise wire.WireError(f"{type(message).__name__} is not for TCP, which shares no memory")
 
@@ -111,8 +111,9 @@ async def _send(writer: asyncio.StreamWriter, message: object) -> None:
     await asyncio.wait_for(writer.drain(), _IDLE_TIMEOUT_S)
 
 
-def _no_chain(model: int, digests: bytes) -> Chain:
-    raise wire.WireError("prompts are not for TCP")
+def no_chain(model: int, digests: bytes) -> Chain:
+    """For `Commands.answer`, where no prompt can be named."""
+    raise wire.WireError("prompts are for the Unix socket")
 
 
 def _context(config: TcpConfig) -> ssl.SSLContext | None:
