@@ -121,6 +121,20 @@ def engines(session: nox.Session, plugin: Path) -> None:
     session.run("pytest", "-o", "faulthandler_timeout=900", *(arguments or ["--durations=10"]), str(suite))
 
 
+@nox.session(reuse_venv=True)
+def page(session: nox.Session) -> None:
+    """The daemon's web page in a real Chromium; `-- --pictures` makes those in `docs/images` anew."""
+    core = ROOT / "core"
+    suite = core / "page_tests"
+    install(session, [core], dependency_group(core, "page"))
+    if not any(map(shutil.which, ("chromium", "google-chrome"))):
+        session.run("playwright", "install", "chromium")
+    if session.posargs == ["--pictures"]:
+        session.run("python", str(suite / "pictures.py"), str(ROOT / "docs" / "images"))
+    else:
+        session.run("pytest", *session.posargs, str(suite))
+
+
 @nox.session
 def soak(session: nox.Session) -> None:
     """Core's campaigns at full length, half an hour of mixed load with a plot of what it took, then one on each engine.

@@ -28,6 +28,8 @@ class Served:
     pid: int
     ready_s: float
     """From the start of the process to its READY."""
+    page: str = ""
+    """Where its page is, if it has one."""
 
     def own_nbytes(self) -> int:
         """Resident memory beside the slab, which is the only shared memory that it maps."""
@@ -37,7 +39,12 @@ class Served:
 
 @contextmanager
 def serve(
-    folder: Path, capacity_nbytes: int, *, disk: tuple[Path, int] | None = None, chunk_tokens: int | None = None
+    folder: Path,
+    capacity_nbytes: int,
+    *,
+    disk: tuple[Path, int] | None = None,
+    chunk_tokens: int | None = None,
+    page: bool = False,
 ) -> Iterator[Served]:
     """A daemon with a host tier of that size, below it `disk` (path, capacity) if given; its files lie in `folder`."""
     folder.mkdir(exist_ok=True)
@@ -47,7 +54,8 @@ def serve(
         path, capacity = disk
         tiers.append({"name": "disk", "backend": "disk", "capacity": capacity, "options": {"path": str(path)}})
     chunks = {} if chunk_tokens is None else {"chunk_tokens": chunk_tokens}
-    config.write_text(json.dumps({"socket": str(socket), "tiers": tiers, **chunks}))
+    server = {"server": {"page": "127.0.0.1:0"}} if page else {}
+    config.write_text(json.dumps({"socket": str(socket), "tiers": tiers, **chunks, **server}))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LMCACHE")}
     command = [sys.executable, "-m", "lmcache_core.cli", "serve", "--config", str(config)]
     began = time.perf_counter()
@@ -59,7 +67,8 @@ def serve(
                     break
             else:
                 raise RuntimeError(f"lmc serve ended with {process.wait(START_TIMEOUT_S)}")
-            yield Served(socket, process.pid, time.perf_counter() - began)
+            where = re.search("page ([^ ,]+)", line)
+            yield Served(socket, process.pid, time.perf_counter() - began, where[1] if where else "")
         finally:
             process.terminate()
             # What else it says, a few lines, fits into the pipe.

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import shutil
-import threading
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import feed
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
-from serve import Serve, joined
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
-WAIT_MS = 60_000
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import feed
+from serve import Serve
+
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="session", autouse=True)
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        found = shutil.which("chromium") or shutil.which("google-chrome")
-        # As root, in a container, Chromium has no sandbox; it opens nothing but our own page.
-        started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        started = chromium(playwright)
         yield started
         started.close()
+
+
+def chromium(playwright: Playwright) -> Browser:
+    """The system's, else the one that Playwright has installed."""
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    # As root, in a container, it has no sandbox; it opens nothing but our own page.
+    return playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
 
 
 @dataclass
@@ -40,8 +50,14 @@ class Watched:
         return self.page.locator(selector).inner_text()
 
     def wait(self, condition: str) -> None:
-        """Until an expression of the page's own is true."""
-        self.page.wait_for_function(condition, timeout=WAIT_MS)
+        """Until an expression of the page's own is true.
+
+        Asked from here: what the page may not evaluate itself, its policy also forbids a waiting browser.
+        """
+        deadline = time.monotonic() + WAIT_S
+        while not self.page.evaluate(condition):
+            assert time.monotonic() < deadline, f"{condition} is not true: {self.complaints}"
+            self.page.wait_for_timeout(50)
 
 
 @contextmanager
@@ -53,7 +69,7 @@ def opened(browser: Browser, url: str, **settings: Any) -> Iterator[Watched]:
         watched.page.on("request", lambda request: watched.asked.append(request.url))
         watched.page.on("console", lambda message: watched.complaints.append(f"{message.type}: {message.text}"))
         watched.page.on("pageerror", lambda error: watched.complaints.append(str(error)))
-        watched.page.set_default_timeout(WAIT_MS)
+        watched.page.set_default_timeout(1000 * WAIT_S)
         watched.page.goto(url)
         watched.wait("document.querySelectorAll('#tiers tbody tr').length === 3")
         yield watched
@@ -70,18 +86,17 @@ class Running:
 
 @contextmanager
 def running(
-    folder: Path, *, every_s: float = 0.02, environ: dict[str, str] | None = None, **server: Any
+    folder: Path, *, every_s: float = 0.05, environ: dict[str, str] | None = None, **server: Any
 ) -> Iterator[Running]:
     """A daemon with a page, and an engine that never rests."""
     with Serve(feed.write_config(folder, **server), environ=environ) as daemon:
         where = daemon.said("page ([^ ,]+)")[1]
-        stop = threading.Event()
-        with joined(daemon.socket) as cache:
-            engine = threading.Thread(target=feed.converse, args=(cache, stop, every_s))
-            engine.start()
-            try:
-                yield Running(daemon, f"http://{where}/", folder)
-            finally:
-                stop.set()
-                engine.join()
-        assert daemon.stop() == 0
+        command = [sys.executable, feed.__file__, str(daemon.socket), str(every_s)]
+        engine = subprocess.Popen(command, stdin=subprocess.PIPE)
+        try:
+            yield Running(daemon, f"http://{where}/", folder)
+        finally:
+            assert engine.stdin is not None
+            engine.stdin.close()
+            assert engine.wait(60) == 0
+        assert daemon.process.poll() == 0 or daemon.stop() == 0

@@ -13,10 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from lmcache_core import Chain, Family, Group, GroupKind, Layout, Model, Region, Shard
-from lmcache_core.client.cache import RemoteCache
+from lmcache_core.client.cache import RemoteCache, connect
 from lmcache_core.keys import salt_id
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 CHUNK: Final = 256
 BLOCKS: Final = 16
@@ -93,9 +91,10 @@ def write_config(folder: Path, **server: Any) -> Path:
 
 def chain_of(name: str, seed: int, chunks: int, tenant: str = "") -> Chain:
     """The prompt of a conversation, which grows with its turns."""
-    family = Family(name, "main", "bfloat16", CHUNK, salt_id=salt_id(tenant) if tenant else b"")
+    salt = salt_id(tenant) if tenant else b""
+    family = Family(model=name, weights="main", kv_dtype="bfloat16", chunk_tokens=CHUNK, salt_id=salt)
     model = Model(family, (Group(GroupKind.FULL, (Shard.of(family, LAYOUT, layers=(0, LAYERS)),)),))
-    shared = np.random.default_rng(1).integers(0, 50_000, 4 * CHUNK)
+    shared = np.random.default_rng(1).integers(0, 50_000, 4 * CHUNK if seed < 10_000 else 0)
     own = np.random.default_rng(seed).integers(0, 50_000, MAX_CHUNKS * CHUNK)
     return Chain.of(model, np.concatenate([shared, own])[: chunks * CHUNK + 37])
 
@@ -110,14 +109,14 @@ class Engine:
 
     def serve(self, chain: Chain, request: str) -> None:
         shard = chain.model.shards[0]
-        hit = self._cache.lookup_answered(chain, request, timeout_s=20)
+        hit = self._cache.lookup_answered(chain, request, timeout_s=5)
         ids = list(range(hit.chunks * BLOCKS))
-        self._cache.retrieve(hit, shard, range(hit.chunks), self._pages, ids).wait(20)
+        self._cache.retrieve(hit, shard, range(hit.chunks), self._pages, ids).wait(5)
         rest = range(hit.chunks, len(chain))
         if rest:
-            self._cache.computed(chain.model, len(rest) * CHUNK, 0.25 * len(rest), hit.chunks * CHUNK)
+            self._cache.computed(chain.model, len(rest) * CHUNK, 0.12 * len(rest), context_tokens=hit.chunks * CHUNK)
             ids = list(range(len(rest) * BLOCKS))
-            self._cache.store(chain, shard, rest, self._pages, ids, request=request).wait(20)
+            self._cache.store(chain, shard, rest, self._pages, ids, request=request).wait(5)
         self._cache.release(request)
         self.served += 1
 
@@ -131,8 +130,23 @@ def converse(cache: RemoteCache, stop: threading.Event, every_s: float, sessions
     for number in itertools.count():
         if stop.wait(every_s):
             return
+        if number % 9 == 4:  # a document that nobody asked about before
+            engine.serve(chain_of(MODELS[0], 10_000 + number, rng.randrange(14, MAX_CHUNKS)), f"document-{number}")
+            continue
         session = min(int(rng.expovariate(3 / sessions)), sessions) + number // 60
         turns[session] = turns.get(session, 0) + 1
         chunks = min(MAX_CHUNKS, 4 + 2 * turns[session])
         chain = chain_of(MODELS[session % 5 == 0], session, chunks, tenants[session % len(tenants)])
         engine.serve(chain, f"chat-{session}-{turns[session]}")
+
+
+def main() -> None:
+    """`feed.py SOCKET SECONDS`: converse, a request each so many seconds, until standard input ends."""
+    stop = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
+    with connect(sys.argv[1], connect_timeout_s=30.0, call_timeout_s=10.0) as cache:
+        converse(cache, stop, float(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

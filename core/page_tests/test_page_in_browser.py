@@ -37,7 +37,7 @@ def test_it_draws_all_that_there_is_to_see(browser: Browser, busy: Running) -> N
         for name in TABLES:
             assert watched.page.locator(f"#{name}").is_visible()
         assert {"hit", "part", "miss"} & set(watched.page.locator("#requests tbody td:nth-child(2)").all_inner_texts())
-        assert watched.page.locator("#c-hits path.s0").get_attribute("d")
+        assert watched.page.locator("#c-hits .plot path.s0").get_attribute("d")
         assert "Far" not in watched.text("#requests")
         assert not watched.complaints
         assert {urlsplit(url).netloc for url in watched.asked if not url.startswith("data:")} == {
@@ -52,7 +52,7 @@ def test_it_goes_on_by_itself_and_stops_while_it_is_paused(browser: Browser, bus
         assert watched.page.locator("#pause").get_attribute("aria-pressed") == "true"
         watched.page.wait_for_load_state("networkidle")
         before = len(watched.asked)
-        watched.page.wait_for_timeout(3 * 2000)  # the browser's clock: three times as long as between two questions
+        watched.page.wait_for_timeout(2 * 2000)  # the browser's clock: twice as long as between two questions
         assert len(watched.asked) == before
         watched.page.get_by_role("button", name="Pause").click()
         watched.wait(f"points.length > {watched.page.evaluate('points.length')}")
@@ -99,7 +99,6 @@ def test_it_can_be_read_by_everybody(browser: Browser, busy: Running, settings: 
     """Every rule of axe-core: names, headings, tables, contrast, landmarks, live regions."""
     with opened(browser, busy.url, **settings) as watched:
         watched.page.locator("summary").click()
-        # The policy of the page forbids what the checker adds to it: this context alone goes without.
         found = Axe().run(watched.page, options={"rules": {"region": {"enabled": True}}})
         said = [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found.response["violations"]]
         assert not said
@@ -135,7 +134,7 @@ def test_the_keyboard_reaches_everything_in_order_and_shows_where_it_is(browser:
                 )
             )
             outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
-            assert outline != "none", walked
+            assert walked[-1] == "BODY" or outline != "none", walked
         assert walked == ["skip", "pause", "SUMMARY", "token", "save", "drain", "BODY"]
         page.evaluate("document.activeElement.blur()")
         page.keyboard.press("Tab")

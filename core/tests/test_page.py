@@ -140,7 +140,8 @@ def test_it_shows_hits_misses_and_why_tiers_evictions_and_plugins(tmp_path: Path
     miss, hit = now["requests"]
     assert (hit["result"], hit["hit_tokens"], hit["tiers"]) == ("full", 6 * CHUNK, [["host", 6]])
     assert (miss["result"], miss["reason"], miss["model"]) == ("miss", "never stored", "org/tiny")
-    assert "nobody computed this prefix" in miss["meaning"]
+    assert list(now["meanings"]) == ["never stored"]
+    assert "nobody computed this prefix" in now["meanings"]["never stored"]
     host, below = now["tiers"]
     assert (host["records"], host["used_nbytes"], host["capacity_nbytes"]) == (8, 8 * RECORD, 8 * RECORD)
     assert host["evictions"] == host["evictions_lately"] == {"capacity": 4}

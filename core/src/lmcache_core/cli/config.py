@@ -55,7 +55,9 @@ tiers:                     # nearest first
   #   options: {url: "rediss://cache:6379/0", password: "${REDIS_PASSWORD}"}
 
 # socket: auto           # engines use the daemon (`lmc serve`), which opens the tiers once for all of them
-# server: {http: "127.0.0.1:9464"}   # /healthz, /readyz and /metrics of the daemon
+# server:
+#   http: "127.0.0.1:9464"   # /healthz, /readyz and /metrics of the daemon
+#   page: "127.0.0.1:9466"   # the daemon in a browser
 
 plugins:
   disable: []              # names or distributions that count as not installed

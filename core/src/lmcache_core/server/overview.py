@@ -20,7 +20,7 @@ from ..settings import mask_url
 from ..shares import Tenants
 from .samples import Samples
 
-MAX_REQUESTS: Final = 30
+MAX_REQUESTS: Final = 20
 MAX_SHOWN_SLOW: Final = 12
 MAX_TEXT: Final = 300
 _TENANTS_AGE_S: Final = 10.0
@@ -58,9 +58,10 @@ class Overview:
     def make(self) -> dict[str, Any]:
         """As JSON has it."""
         seconds, lately, whole = self._samples.lately()
-        now = time.time()
+        lookups = self._pool.history.lookups(MAX_REQUESTS)
+        reasons = dict.fromkeys(one.reason for one in lookups if one.reason)
         return {
-            "now": round(now, 3),
+            "now": round(time.time(), 3),
             "version": __version__,
             "boot_id": self._pool.boot_id,
             "pid": os.getpid(),
@@ -69,7 +70,8 @@ class Overview:
             **self._state(),
             "tiers": self._tiers(lately, whole),
             "slow": [asdict(one) for one in self._pool.history.slow()[:MAX_SHOWN_SLOW]],
-            "requests": [_request(one) for one in self._pool.history.lookups(MAX_REQUESTS)],
+            "requests": [_request(one) for one in lookups],
+            "meanings": {_shown(reason): _shown(history.meaning(reason)) for reason in reasons},
             "plugins": self._plugins(whole),
             "hook_drops": whole.total("hook_drops"),
         }
@@ -96,7 +98,7 @@ class Overview:
                     "name": status.name,
                     "backend": status.backend,
                     "state": status.breaker,
-                    "reason": _text(mask_url(status.reason)),
+                    "reason": _shown(status.reason),
                     "records": status.records,
                     "used_nbytes": status.used_nbytes,
                     "capacity_nbytes": status.capacity_nbytes,
@@ -168,20 +170,19 @@ def _shares(of: Tenants) -> dict[str, Any]:
 def _request(one: history.Lookup) -> dict[str, Any]:
     return {
         "at": round(one.at, 3),
-        "request": _text(one.request),
-        "model": _text(one.family.model),
+        "request": _shown(one.request),
+        "model": _shown(one.family.model),
         "tokens": one.tokens,
         "hit_tokens": one.hit_tokens,
         "chunks": one.chunks,
         "hit_chunks": one.hit_chunks,
         "result": one.result,
-        "reason": _text(mask_url(one.reason)),
-        "meaning": _text(mask_url(history.meaning(one.reason))) if one.reason else "",
+        "reason": _shown(one.reason),
         "tiers": one.tiers,
     }
 
 
-def _text(text: str) -> str:
-    """Text from elsewhere, of bounded length and without control characters."""
-    shown = "".join(char if char.isprintable() else "?" for char in text[: MAX_TEXT + 1])
+def _shown(text: str) -> str:
+    """Text from elsewhere, of bounded length, without control characters and the passwords of URLs."""
+    shown = "".join(char if char.isprintable() else "?" for char in mask_url(text)[: MAX_TEXT + 1])
     return shown if len(shown) <= MAX_TEXT else f"{shown[:MAX_TEXT]}…"
