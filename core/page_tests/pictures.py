@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from conftest import Watched, chromium, opened, running
+from PIL import Image
 from playwright.sync_api import sync_playwright
 
 MINUTES = 4.0
@@ -42,6 +43,9 @@ def main() -> None:
 
 def shoot(watched: Watched, path: Path) -> None:
     watched.page.screenshot(path=path)
+    with Image.open(path) as image:
+        small = image.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    small.save(path, optimize=True)
     sys.stdout.write(f"{path}: {path.stat().st_size >> 10} KiB\n")
 
 

@@ -438,7 +438,8 @@ def _bind(path: Path, server: ServerConfig) -> socket.socket:
             os.umask(before)
         path.chmod(server.mode)
         if server.socket_group:
-            os.chown(path, -1, grp.getgrnam(server.socket_group).gr_gid)
+            group = server.socket_group
+            os.chown(path, -1, int(group) if group.isdecimal() else grp.getgrnam(group).gr_gid)
         sock.listen(1024)
         sock.setblocking(False)
     except (OSError, KeyError) as error:
