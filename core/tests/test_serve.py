@@ -302,11 +302,12 @@ def test_the_socket_has_the_mode_and_the_group_that_were_configured(tmp_path: Pa
         assert daemon.stop() == 0
     if os.getuid() != 0:
         pytest.skip("cannot run here: only root may give a socket to another group")
-    with Serve(write_config(tmp_path, socket_mode="0660", socket_group="daemon")) as daemon:
-        found = daemon.ready().socket.stat()
-        assert stat.S_IMODE(found.st_mode) == 0o660
-        assert found.st_gid == 1
-        assert daemon.stop() == 0
+    for group, number in (("daemon", 1), ("64500", 64500)):
+        with Serve(write_config(tmp_path, socket_mode="0660", socket_group=group)) as daemon:
+            found = daemon.ready().socket.stat()
+            assert stat.S_IMODE(found.st_mode) == 0o660
+            assert found.st_gid == number
+            assert daemon.stop() == 0
 
 
 def test_only_the_users_that_are_allowed_may_connect(tmp_path: Path) -> None:
