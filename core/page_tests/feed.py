@@ -145,6 +145,8 @@ def main() -> None:
     stop = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
     with connect(sys.argv[1], connect_timeout_s=30.0, call_timeout_s=10.0) as cache:
+        sys.stdout.write("connected\n")
+        sys.stdout.flush()
         converse(cache, stop, float(sys.argv[2]))
 
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from conftest import Watched, chromium, opened, running
+from browsing import Watched, chromium, opened, running
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
