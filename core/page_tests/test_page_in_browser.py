@@ -176,10 +176,12 @@ def test_a_daemon_that_ends_is_waited_for_and_another_begins_anew(browser: Brows
         with opened(browser, found.url) as watched:
             boot = watched.page.evaluate("boot")
             found.daemon.stop()
+            ended = watched.page.evaluate("Date.now() / 1000")
             watched.wait("document.querySelector('#state').textContent.startsWith('no answer since')")
             with running(second(tmp_path), page=f"127.0.0.1:{port}"):
                 watched.wait(f"boot && boot !== '{boot}' && document.querySelector('#state').textContent === 'ready'")
                 assert watched.page.evaluate("points.every((point, index) => point.number === index)")
+                assert watched.page.evaluate("points[0].at") > ended
 
 
 def second(folder: Path) -> Path:
@@ -199,6 +201,7 @@ def test_with_the_token_a_person_drains_from_the_page(browser: Browser, busy: Ru
         watched.wait("/^(not )?everything/.test(document.querySelector('#done').textContent)")
         page.once("dialog", lambda dialog: dialog.dismiss())
         page.get_by_role("button", name="Drain").click()
+        assert not any(url.endswith("do/drain") for url in watched.asked)
         page.once("dialog", lambda dialog: dialog.accept())
         page.get_by_role("button", name="Drain").click()
         watched.wait("document.querySelector('#state').textContent === 'draining'")
