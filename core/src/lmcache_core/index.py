@@ -160,6 +160,10 @@ class Index:
         """Bytes of slots that hold the tenant's records, or are being filled with them."""
         return self._used[tenant]
 
+    def held(self) -> int:
+        """Entries that somebody holds; who is not ready yet is held by whoever fills it."""
+        return len(self.entries) - sum(self._evictable.values())
+
     def held_nbytes(self) -> int:
         """Bytes of slots that could not be given up now."""
         free = sum(slot_nbytes * count for slot_nbytes, count in self._evictable.items())

@@ -539,8 +539,7 @@ class Pool:
     def usage(self) -> tuple[int, int, int]:
         """(records, records that are held, bytes of extents)."""
         with self._lock:
-            held = sum(entry.holds > 0 for entry in self._index.entries.values())
-            return len(self._index.entries), held, self.slab.used_nbytes
+            return len(self._index.entries), self._index.held(), self.slab.used_nbytes
 
     def records(self) -> int:
         """Records in host memory, those on their way there too."""

@@ -34,13 +34,15 @@ def _check_slots(world: World) -> None:
         for offset in extent.free:
             expect((extent.extent_id, offset) not in taken, "a slot is free twice")
             taken.add((extent.extent_id, offset))
-    evictable = 0
+    evictable = held = 0
     for entry in pool._index.entries.values():
         place = (entry.slot.extent_id, entry.slot.offset)
         expect(place not in taken, "a slot has two owners")
         taken.add(place)
         expect(entry.holds >= 0, "a record is given back more often than it was held")
         evictable += entry.state is State.READY and not entry.holds
+        held += entry.holds > 0
+    expect(pool._index.held() == held, "the count of what is held is wrong")
     expect(pool._index.evictable(RECORD) == evictable, "the count of what can be evicted is wrong")
     quota = world.plan.quota_nbytes
     for model in world.models():
