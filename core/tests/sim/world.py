@@ -127,7 +127,8 @@ class Plan:
     @property
     def calm(self) -> bool:
         """Whether nothing fails in it, nor is slow."""
-        return not self.abrupt and not self.device and not any(tier.rates or tier.outages for tier in self.tiers)
+        slow = any(tier.latency_s > tier.timeout_s / 50 for tier in self.tiers)
+        return not (self.abrupt or self.device or slow or any(tier.rates or tier.outages for tier in self.tiers))
 
 
 def plan_of(seed: int) -> Plan:
