@@ -1,0 +1,24 @@
+"""A network of the tests' own, and a store that those of a module share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import isolation
+import pytest
+from servers import Store, running
+
+CANNOT_ISOLATE = isolation.isolate()
+"""Done before anything starts a thread, which would stay in the old network."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_network() -> None:
+    if CANNOT_ISOLATE:
+        pytest.skip(f"cannot run here: {CANNOT_ISOLATE}, and Mooncake would listen on all interfaces")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with running(tmp_path_factory.mktemp("mooncake")) as started:
+        yield started
