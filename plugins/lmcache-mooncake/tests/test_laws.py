@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import pytest
 from records import new_key
-from servers import Store
+from servers import Store, until
 
-from lmcache_core import Context
+from lmcache_core import BackendUnavailable, Context
 from lmcache_core.testing import BackendLaws
 from lmcache_mooncake import MooncakeBackend, MooncakeOptions
 
@@ -24,6 +24,7 @@ class OnStore(BackendLaws):
     pytestmark = pytest.mark.keeps_running  # that client's connections; test_session.py sees it go
     more: ClassVar[dict[str, Any]] = {}
     store: Store
+    kept: MooncakeBackend
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
@@ -31,12 +32,20 @@ class OnStore(BackendLaws):
         cls.store = store
         store.start()
         with cls().open_backend(Context()) as kept:
+            cls.kept = kept
             kept.contains(new_key())
             yield
 
     def setup_law(self) -> None:
         self.store.start()
+        until(self._is_connected, "the client has found the new master")
         super().setup_law()
+
+    def _is_connected(self) -> bool:
+        try:
+            return not self.kept.contains(new_key())
+        except BackendUnavailable:
+            return False
 
     def open_backend(self, context: Context) -> MooncakeBackend:
         return MooncakeBackend(MooncakeOptions(master=self.store.master.address, **self.more), context)
