@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import isolation
 import pytest
+from records import open_backend, round_trip
 from servers import Store, running
 
 CANNOT_ISOLATE = isolation.isolate()
@@ -16,6 +17,13 @@ CANNOT_ISOLATE = isolation.isolate()
 def _own_network() -> None:
     if CANNOT_ISOLATE:
         pytest.skip(f"cannot run here: {CANNOT_ISOLATE}, and Mooncake would listen on all interfaces")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _library(_own_network: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Mooncake's client, used once: what the library opens for the whole process is open before any test."""
+    with running(tmp_path_factory.mktemp("first")) as first, open_backend(first) as backend:
+        round_trip(backend)
 
 
 @pytest.fixture(scope="module")

@@ -84,9 +84,15 @@ class Process:
         assert process is not None
         process.send_signal(signal.SIGSTOP)
         try:
+            until(lambda: _is_stopped(process.pid), "every thread of it stops")
             yield
         finally:
             process.send_signal(signal.SIGCONT)
+
+
+def _is_stopped(pid: int) -> bool:
+    states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
+    return set(states) == {"T"}
 
 
 class Master(Process):

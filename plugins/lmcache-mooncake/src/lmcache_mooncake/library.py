@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import math
 import os
-from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -59,18 +58,28 @@ def installed() -> dict[str, str]:
     return found
 
 
-def bound_waiting(timeout_s: float, environment: Mapping[str, str] | None = None) -> float:
+def bound_waiting(timeout_s: float) -> float:
     """Have the library give up within half of `timeout_s` where it would wait for 30 s; how long a call can take now.
 
-    It takes these from the environment only, so they hold for the process; what is set there already stays.
+    It takes these from the environment only, so they hold for the process: the shortest timeout of its tiers counts,
+    and what the user has set stays.
     """
-    half_s = timeout_s / 2
-    # A read, for instance, asks the master and then waits for a node.
-    os.environ.setdefault(RPC_TIMEOUT_MS, str(max(1, round(half_s * 1000))))
+    half_s = timeout_s / 2  # a read, for instance, asks the master and then waits for a node
+    _lower(RPC_TIMEOUT_MS, max(1, round(half_s * 1000)))
     for name in ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC"):
-        os.environ.setdefault(name, str(max(1, math.ceil(half_s))))
-    given = (environment or os.environ).get(RPC_TIMEOUT_MS, "")
+        _lower(name, max(1, math.ceil(half_s)))
+    given = os.environ[RPC_TIMEOUT_MS]
     return int(given) / 1000 if given.isdigit() else math.inf
+
+
+def _lower(name: str, value: int) -> None:
+    given = os.environ.get(name)
+    if given is None or (given == _ours.get(name) and value < int(given)):
+        os.environ[name] = _ours[name] = str(value)
+
+
+_ours: Final[dict[str, str]] = {}
+"""What was set here."""
 
 
 def replication(library: Any, options: MooncakeOptions, own_segment: str) -> Any:
