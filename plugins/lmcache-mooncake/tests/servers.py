@@ -19,8 +19,10 @@ _NODE = """
 import sys
 from mooncake.store import MooncakeDistributedStore
 store = MooncakeDistributedStore()
-answer = store.setup("127.0.0.1", sys.argv[2], int(sys.argv[3]), 0, "tcp", "", sys.argv[1])
-print("READY" if not answer else f"FAILED {answer}", flush=True)
+answer = store.setup(sys.argv[4], sys.argv[2], int(sys.argv[3]), 0, "tcp", "", sys.argv[1])
+if answer:
+    sys.exit(f"setup: {answer}")
+print("READY", flush=True)
 sys.stdin.read()
 store.close()
 """
@@ -139,32 +141,37 @@ class Master(Process):
 class Node(Process):
     """A process whose memory is part of the store."""
 
-    def __init__(self, folder: Path, master: Master, nbytes: int = 256 << 20) -> None:
+    def __init__(self, folder: Path, master: Master, nbytes: int, hostname: str) -> None:
         super().__init__(folder, f"node-{free_port()}")
         self._master = master
         self._nbytes = nbytes
+        self._hostname = hostname
         self.start()
 
     def start(self) -> None:
         if self.runs:
             return
         master = self._master
-        process = self.spawn(sys.executable, "-c", _NODE, master.address, master.metadata, str(self._nbytes))
+        process = self.spawn(
+            sys.executable, "-c", _NODE, master.address, master.metadata, str(self._nbytes), self._hostname
+        )
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith((b"READY", b"FAILED")):
-                assert line.strip() == b"READY", f"{line!r}: {self.said()}"
+            if line.strip() == b"READY":
                 return
+        self.kill()
         raise AssertionError(f"the node ended: {self.said()}")
 
 
 @contextlib.contextmanager
-def running(folder: Path, nodes: int = 1, nbytes: int = 256 << 20, **more: Any) -> Iterator[Store]:
+def running(
+    folder: Path, nodes: int = 1, nbytes: int = 256 << 20, hostname: str = "127.0.0.1", **more: Any
+) -> Iterator[Store]:
     """A master and storage nodes."""
     store = Store(Master(folder, **more), [])
     try:
         for _ in range(nodes):
-            store.nodes.append(Node(folder, store.master, nbytes))
+            store.nodes.append(Node(folder, store.master, nbytes, hostname))
         yield store
     finally:
         for process in (*store.nodes, store.master):
