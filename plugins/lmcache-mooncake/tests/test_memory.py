@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from records import empty, keys, new_key, open_backend, record, registered, round_trip
+from records import comes_back, empty, keys, new_key, open_backend, record, registered, round_trip
 from servers import Store
 
-from lmcache_mooncake import MooncakeBackend
+from lmcache_core import ChunkCorrupt
+from lmcache_mooncake import MooncakeBackend, transfers
 from lmcache_mooncake.regions import Regions, address_of
 
 HERE = Path(__file__).parent
@@ -29,12 +31,14 @@ class Watched:
     def __init__(self, client: Any) -> None:
         self._client = client
         self.seen: list[int] = []
+        self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
     def batch_put_from(self, names: list[str], addresses: list[int], sizes: list[int], config: Any) -> list[int]:
         self.seen += addresses
+        self.calls += 1
         codes: list[int] = self._client.batch_put_from(names, addresses, sizes, config)
         return codes
 
@@ -93,20 +97,41 @@ def test_a_batch_of_both_kinds_of_memory_keeps_them_apart(backend: MooncakeBacke
         assert all(view == record(key, nbytes) for key, view in zip(names[::-1], views, strict=True))
 
 
-def test_a_batch_larger_than_a_window_is_moved_whole(backend: MooncakeBackend) -> None:
-    nbytes = 24 << 20
-    names = keys(4)
-    with registered(backend, nbytes) as slab:
-        for key in names:
-            slab[:] = record(key, nbytes)
-            assert backend.put_many([key], [slab], timeout_s=30.0) == [None]
-        views = [memoryview(mmap.mmap(-1, nbytes)) for _ in names]
-        assert backend.get_many(names, views, timeout_s=60.0) == [nbytes] * 4
-        assert all(view == record(key, nbytes) for key, view in zip(names, views, strict=True))
-        large = backend._session.bounces._free
-        assert all(bounce.nbytes <= 64 << 20 for bounce in large)
-    for key in names:
-        backend.remove(key)
+@pytest.mark.parametrize("known", [True, False])
+def test_memory_beyond_a_record_and_too_short_memory_stay_as_they_were(backend: MooncakeBackend, known: bool) -> None:
+    nbytes = 10_000
+    with registered(backend, 1 << 20) if known else contextlib.nullcontext(empty(1 << 20)) as view:
+        key = new_key()
+        backend.put(key, record(key, nbytes))
+        view[:] = b"\x55" * len(view)
+        with pytest.raises(ChunkCorrupt, match="10000 bytes"):
+            backend.get(key, view[: nbytes - 1])
+        assert view == b"\x55" * len(view)
+        assert backend.get(key, view) == nbytes
+        assert view[:nbytes] == record(key, nbytes)
+        assert view[nbytes:] == b"\x55" * (len(view) - nbytes)
+
+
+def test_a_batch_larger_than_a_window_is_moved_whole(
+    backend: MooncakeBackend, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "_WINDOW_NBYTES", 1 << 20)
+    nbytes = 400_000
+    names = keys(7)
+    into = [empty(nbytes) for _ in names]
+    assert backend.put_many(names, [record(key, nbytes) for key in names], timeout_s=30.0) == [None] * 7
+    assert watched.calls == 4, "two records in each window"
+    assert backend.get_many(names, into, timeout_s=30.0) == [nbytes] * 7
+    assert all(view == record(key, nbytes) for key, view in zip(names, into, strict=True))
+
+
+def test_a_record_larger_than_the_buffers_that_are_kept_comes_back(backend: MooncakeBackend) -> None:
+    nbytes = 70 << 20
+    key = new_key()
+    backend.put(key, record(key, nbytes))
+    assert comes_back(backend, key, nbytes)
+    assert all(bounce.nbytes <= 64 << 20 for bounce in backend._session.bounces._free)
+    assert backend.remove(key)
 
 
 def test_what_closes_lets_go_of_the_memory_that_it_registered(store: Store) -> None:

@@ -65,7 +65,7 @@ class Session:
         store = self._entered(deadline, verb)
         try:
             if self._doubtful:
-                self._knock(deadline, verb)
+                self.knock(deadline, verb)
             if self._pending:
                 self._register_pending(store)
             yield store
@@ -216,10 +216,12 @@ class Session:
         )
         return store
 
-    def _knock(self, deadline: float, verb: str) -> None:
+    def knock(self, deadline: float, verb: str) -> None:
+        """BackendUnavailable unless the master accepts a connection."""
         try:
             self.master.knock(min(self.options.connect_timeout_s, deadline - time.monotonic()))
         except OSError as error:
+            self._doubtful = True
             raise BackendUnavailable(f"mooncake {verb}: no connection to the master {self.master}: {error}") from error
 
     def _register_pending(self, store: Any) -> None:

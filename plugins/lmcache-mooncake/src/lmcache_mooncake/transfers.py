@@ -16,8 +16,10 @@ from .bounce import Bounce
 from .regions import address_of
 from .session import Session
 
-_WINDOW_NBYTES: Final = 64 << 20
+_WINDOW_NBYTES: Final = 256 << 20
 _WINDOW_KEYS: Final = 512
+_CAREFUL_S: Final = 10.0
+"""After a miss, how long it is asked first what is there."""
 _TRIES: Final = 3
 """Of a read that a removal overtook."""
 
@@ -37,6 +39,7 @@ class Transfers:
         self._session = session
         self._prefix = prefix
         self._master = str(session.master)
+        self._careful_until = 0.0
 
     def name(self, key: ChunkKey) -> str:
         return self._prefix + key.text
@@ -212,25 +215,31 @@ class Transfers:
 
     def _describe(self, store: Any, keys: Sequence[ChunkKey], deadline: float) -> dict[ChunkKey, Stored]:
         """Those of `keys` that are there."""
-        names = {self.name(key): key for key in keys}
-        # Asked first: asked for the places of what is not there, the library logs an error for each.
-        codes = self._exist(store, list(names), deadline, "get")
+        # Asked for the places of what is not there, the library logs an error for each: once in a while is enough.
+        if time.monotonic() >= self._careful_until:
+            found = self._look(store, keys, deadline)
+            if len(found) < len(keys):
+                self._careful_until = time.monotonic() + _CAREFUL_S
+            return found
+        codes = self._exist(store, [self.name(key) for key in keys], deadline, "get")
         for code in codes:
             if code < 0:
                 raise self._fault(code, "get")
         self._session.trust()
-        return self._look(store, [key for key, code in zip(names.values(), codes, strict=True) if code], deadline)
+        return self._look(store, [key for key, code in zip(keys, codes, strict=True) if code], deadline)
 
     def _look(self, store: Any, keys: Sequence[ChunkKey], deadline: float) -> dict[ChunkKey, Stored]:
-        """The same of keys that were there a moment ago."""
+        """The same, of keys that should be there."""
         if not keys:
             return {}
         names = {self.name(key): key for key in keys}
         listed = self._ask(lambda: store.batch_get_replica_desc(list(names)), deadline, "get")
-        if not listed:  # all are gone at once, or the master is
+        if not listed:  # all are gone at once, or the master is: then the next question would take seconds
+            self._session.knock(deadline, "get")
             codes = self._exist(store, list(names), deadline, "get")
             if min(codes) < 0:
                 raise self._fault(min(codes), "get")
+        self._session.trust()
         found = {names[name]: _stored(replicas) for name, replicas in listed.items() if replicas}
         for key, entry in found.items():
             if not entry.nbytes:  # on a node's own disk: only the master knows how long it is
