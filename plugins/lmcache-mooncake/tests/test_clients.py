@@ -10,10 +10,10 @@ from pathlib import Path
 
 import isolation
 import pytest
-from records import comes_back, empty, new_key, open_backend, record, round_trip
+from records import comes_back, empty, open_backend, round_trip
 from servers import Store, running, until
 
-from lmcache_core import BackendError, BackendUnavailable
+from lmcache_core import BackendUnavailable
 
 HERE = Path(__file__).parent
 
@@ -48,29 +48,64 @@ def test_the_last_handle_that_closes_leaves_nothing(store: Store) -> None:
     until(lambda: taken()[0] <= before[0] and taken()[1] <= before[1], f"descriptors and threads are back at {before}")
 
 
-def test_what_runs_while_its_handle_is_closed_ends_before_the_client_does(store: Store) -> None:
+class Slow:
+    """The client, whose reads end when they are told to."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.reading = threading.Event()
+        self.go_on = threading.Event()
+        self.ended: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def batch_get_into(self, names: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        self.reading.set()
+        assert self.go_on.wait(60)
+        codes: list[int] = self._client.batch_get_into(names, addresses, sizes)
+        self.ended.append("read")
+        return codes
+
+    def close(self) -> None:
+        self.ended.append("close")
+        self._client.close()
+
+
+def test_a_client_that_is_in_use_is_closed_when_that_has_ended(store: Store) -> None:
     backend = open_backend(store)
-    nbytes = 8 << 20
-    key = new_key()
-    backend.put(key, record(key, nbytes))
-    begun = threading.Event()
-    seen: list[object] = []
-
-    def read() -> None:
-        begun.set()
-        for _ in range(20):
-            try:
-                seen.append(backend.get(key, empty(nbytes)))
-            except BackendError as error:
-                seen.append(error)
-
-    reader = threading.Thread(target=read)
+    key = round_trip(backend)
+    session = backend._session
+    session._store = slow = Slow(session._store)
+    found: list[object] = []
+    reader = threading.Thread(target=lambda: found.append(backend.get(key, empty(100_000))))
+    closer = threading.Thread(target=backend.close)
     reader.start()
-    begun.wait(10)
-    backend.close()
+    assert slow.reading.wait(60)
+    closer.start()
+    until(lambda: session._closed, "closing has begun")
+    assert not slow.ended
+    slow.go_on.set()
     reader.join(60)
-    assert not reader.is_alive()
-    assert all(result == nbytes or isinstance(result, BackendUnavailable) for result in seen)
+    closer.join(60)
+    assert found == [100_000]
+    assert slow.ended == ["read", "close"]
+
+
+def test_a_client_whose_call_never_ends_is_left_as_it_is(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    backend = open_backend(store, timeout_s=0.5)
+    key = round_trip(backend)
+    session = backend._session
+    session._store = slow = Slow(session._store)
+    reader = threading.Thread(target=lambda: backend.get(key, empty(100_000)))
+    reader.start()
+    assert slow.reading.wait(60)
+    backend.close()
+    assert any("stuck" in entry.message for entry in caplog.records)
+    slow.go_on.set()
+    reader.join(60)
+    assert slow.ended == ["read"]
+    slow._client.close()
 
 
 def test_a_forked_child_is_told_so_and_its_parent_goes_on(store: Store) -> None:
