@@ -9,14 +9,11 @@ import pytest
 from records import open_backend, round_trip
 from servers import Store, running
 
-CANNOT_ISOLATE = isolation.isolate()
-"""Done before anything starts a thread, which would stay in the old network."""
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_network() -> None:
-    if CANNOT_ISOLATE:
-        pytest.skip(f"cannot run here: {CANNOT_ISOLATE}, and Mooncake would listen on all interfaces")
+    if isolation.PROBLEM:
+        pytest.skip(f"cannot run here: {isolation.PROBLEM}, and Mooncake would listen on all interfaces")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,8 @@
-"""A network of the tests' own: Mooncake's ports are open on every interface there is, and here that is the loopback."""
+"""A network of the tests' own: Mooncake's ports are open on every interface, and here that is the loopback.
+
+Importing this moves the thread, and whatever it starts from then on.  So it comes first: a thread that runs already
+stays where it is, and only a process of one thread may do it without being root.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,8 @@ _IFF_TUN_WITHOUT_HEADER: Final = 0x1001
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def isolate() -> str:
-    """Move this thread, and what it starts from now on, into a new network with a loopback only; "" or why not."""
+def _isolate() -> str:
+    """Move into a new network with a loopback only; "" or why not."""
     uid, gid = os.getuid(), os.getgid()
     if _libc.unshare(_CLONE_NEWNET):
         if threading.active_count() > 1 or _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET):
@@ -65,3 +69,7 @@ def _raise_up(control: socket.socket, name: bytes) -> None:
 def _write(path: str, text: str) -> None:
     with open(path, "w") as file:
         file.write(text)
+
+
+PROBLEM: Final = _isolate()
+"""Why there is no network of its own; "" if there is."""
