@@ -41,6 +41,7 @@ TESTS = Path(__file__).resolve().parent.parent / "plugins" / "lmcache-mooncake" 
 KEYS = 512
 TIMEOUT_S = 60.0
 ROOM_NBYTES = 1 << 30
+THREADS = min(4, os.cpu_count() or 1)
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -88,7 +89,7 @@ def _rows(options: Options) -> Iterator[Row]:
                 yield measured.row("mooncake", row, "GiB/s", what, speed, peer="none", must=must, note=note)
             for what in ("get", "put"):
                 row = f"{what}, {size}, {where}, through a tier"
-                beside = f"{note}; a checksum is computed or verified for each record, on 4 threads"
+                beside = f"{note}; a checksum is computed or verified for each record, on {THREADS} threads"
                 held = (
                     must if nodes else None
                 )  # where the store is one copy in memory, a checksum costs half as much again
@@ -122,7 +123,7 @@ class _Ours:
         self._layout = Layout(chunk_tokens=256, regions=(region,))
         record_nbytes = frame.record_nbytes(nbytes)
         where = f", segment: {segment}, prefer_local: true" if segment else ""
-        text = f'{{name: pool, backend: mooncake, timeout: 60s, options: {{master: "{master}"{where}}}}}'
+        text = f'{{name: pool, backend: mooncake, timeout: 60s, options: {{master: "{master}", threads: {THREADS}{where}}}}}'
         config = parse_config(f"tiers: [{text}]", "benchmark", environ={})
         self._events = Events(None)
         self._tier = open_tier(
