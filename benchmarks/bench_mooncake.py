@@ -123,7 +123,8 @@ class _Ours:
         self._layout = Layout(chunk_tokens=256, regions=(region,))
         record_nbytes = frame.record_nbytes(nbytes)
         where = f", segment: {segment}, prefer_local: true" if segment else ""
-        text = f'{{name: pool, backend: mooncake, timeout: 60s, options: {{master: "{master}", threads: {THREADS}{where}}}}}'
+        where += f", threads: {THREADS}"
+        text = f'{{name: pool, backend: mooncake, timeout: 60s, options: {{master: "{master}"{where}}}}}'
         config = parse_config(f"tiers: [{text}]", "benchmark", environ={})
         self._events = Events(None)
         self._tier = open_tier(
