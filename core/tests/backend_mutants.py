@@ -46,6 +46,9 @@ class Model(DictBackend):
     def register(self, address: int, nbytes: int) -> None:
         self.registered.append((address, nbytes))
 
+    def unregister(self, address: int, nbytes: int) -> None:
+        self.registered.remove((address, nbytes))
+
     def contains_prefix(self, keys: Sequence[ChunkKey], *, timeout_s: float) -> int:
         if not self.store.answering.wait(timeout_s):
             raise BackendUnavailable("stalled")
@@ -615,3 +618,19 @@ class LeavesThread(Model):
 class LosesRegisteredMemory(Model):
     def get(self, key: ChunkKey, into: memoryview) -> int | None:
         return len(into) if self.registered and self.contains(key) else super().get(key, into)
+
+
+@breaks("memory_that_was_let_go_can_be_used_and_registered_again")
+class WantsToKnowMemory(Model):
+    def __init__(self, context: Context, store: ModelStore) -> None:
+        super().__init__(context, store)
+        self.let_go = False
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        super().unregister(address, nbytes)
+        self.let_go = True
+
+    def put(self, key: ChunkKey, data: memoryview) -> None:
+        if self.let_go:
+            raise BackendUnavailable("this memory is not registered")
+        super().put(key, data)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         NoOptions,
         SupportsListing,
         SupportsRegistration,
+        SupportsUnregistration,
         Traits,
     )
     from .blocks import check_targets, checked_block_ids
@@ -114,6 +115,7 @@ __all__ = [
     "SupportsDiagnosis",
     "SupportsListing",
     "SupportsRegistration",
+    "SupportsUnregistration",
     "TierConfig",
     "Traits",
     "__version__",
@@ -130,7 +132,7 @@ __all__ = [
 
 _MODULES: Final = {
     "backend": "API_VERSION ApiVersion Backend Context Entry GetResult NoOptions SupportsListing SupportsRegistration "
-    "Traits",
+    "SupportsUnregistration Traits",
     "blocks": "check_targets checked_block_ids",
     "buffers": "copy_bytes",
     "cache": "Cache Hit Job JobResult",

@@ -187,4 +187,14 @@ class SupportsListing(Protocol):
 @runtime_checkable
 class SupportsRegistration(Protocol):
     def register(self, address: int, nbytes: int) -> None:
-        """Memory that buffers passed later lie in (RDMA, GDS); called once per extent."""
+        """Memory that buffers passed later lie in (RDMA, GDS); called once per extent, before it is used.
+
+        Returns at once, since others wait meanwhile: what takes long is done with the next call.  Buffers elsewhere,
+        such as those of a codec, come too.
+        """
+
+
+@runtime_checkable
+class SupportsUnregistration(Protocol):
+    def unregister(self, address: int, nbytes: int) -> None:
+        """Inverse of `register`, before the memory is unmapped; no buffer of it is in use."""

@@ -126,6 +126,9 @@ class Slab:
         self.extents: dict[int, Extent] = {}
         self.used_nbytes = 0
         """Sum of the extents, which is what the kernel may have to back."""
+        self.on_map: Callable[[Extent], None] = lambda extent: None
+        self.on_unmap: Callable[[Extent], None] = lambda extent: None
+        """Before the first use of an extent, and after the last."""
         self.on_grow: Callable[[Extent], None] = lambda extent: None
         self.on_drop: Callable[[Extent], None] = lambda extent: None
         self._next_id = 0
@@ -178,10 +181,10 @@ class Slab:
     def _forget(self, extent: Extent) -> None:
         del self.extents[extent.extent_id]
         self.used_nbytes -= extent.nbytes
-        try:
+        with ExitStack() as stack:  # goes on when a listener raises
+            stack.callback(extent.close)
+            stack.callback(self.on_unmap, extent)
             self.on_drop(extent)
-        finally:
-            extent.close()
 
     def _grow(self, slot_nbytes: int) -> Extent | None:
         room = self.capacity_nbytes - self.used_nbytes
@@ -200,6 +203,7 @@ class Slab:
         self._next_id += 1
         self.extents[extent.extent_id] = extent
         self.used_nbytes += nbytes
+        self.on_map(extent)
         self.on_grow(extent)
         return extent
 

@@ -96,6 +96,7 @@ class Pool:
         self._generations = itertools.count(1)
         self._uses = 0
         self._said_full = -1.0
+        slab.on_map, slab.on_unmap = self._extent_mapped, self._extent_unmapped
 
     # Leases.
 
@@ -562,6 +563,14 @@ class Pool:
         """See `forks`: the slab's descriptors would keep its memory when the parent is gone."""
         for extent in self.slab.extents.values():
             os.close(extent.fd)
+
+    def _extent_mapped(self, extent: Extent) -> None:
+        for tier in self.tiers:
+            tier.register(extent.address, extent.nbytes)
+
+    def _extent_unmapped(self, extent: Extent) -> None:
+        for tier in self.tiers:
+            tier.unregister(extent.address, extent.nbytes)
 
     def close(self) -> None:
         """Close the tiers, then the slab.  Twice is fine."""

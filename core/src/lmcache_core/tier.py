@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from . import frame, manifest
-from .backend import Backend, Entry, GetResult, SupportsListing
+from .backend import Backend, Entry, GetResult, SupportsListing, SupportsRegistration, SupportsUnregistration
 from .breaker import Breaker
 from .chain import Model
 from .costs import Costs
@@ -272,6 +272,18 @@ class Tier:
         if not self._pool.submit_load(Task(run, lambda: None, lambda: self.ledger.left(gone))):
             self.ledger.left(gone)
         return gone
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Tell a backend that wants to know what memory its buffers will lie in; it does without where it cannot."""
+        if isinstance(self.backend, SupportsRegistration):
+            refused = self._call("register", partial(self.backend.register, address, nbytes))
+            if isinstance(refused, BackendError):
+                log.warning("tier %s: its backend uses %d bytes unregistered: %s", self.name, nbytes, str(refused))
+
+    def unregister(self, address: int, nbytes: int) -> None:
+        """The inverse, before that memory goes."""
+        if isinstance(self.backend, SupportsUnregistration):
+            self._call("unregister", partial(self.backend.unregister, address, nbytes))
 
     def drain(self, timeout_s: float) -> bool:
         return self._pool.drain(timeout_s)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from ..backend import ApiVersion, Backend, NoOptions, SupportsListing, SupportsRegistration
+from ..backend import ApiVersion, Backend, NoOptions, SupportsListing, SupportsRegistration, SupportsUnregistration
 from ..errors import BackendError, BackendFull, BackendUnavailable
 from ..keys import ChunkKey
 
@@ -89,6 +89,8 @@ class FaultBackend(Backend[Any]):
             self.entries = inner.entries
         if isinstance(inner, SupportsRegistration):
             self.register = inner.register
+        if isinstance(inner, SupportsUnregistration):
+            self.unregister = inner.unregister
         self._go = threading.Event()
         self._calls: Counter[tuple[str, ChunkKey]] = Counter()
         self._lock = threading.Lock()

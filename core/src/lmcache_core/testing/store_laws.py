@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
-from ..backend import Backend, SupportsListing, SupportsRegistration
+from ..backend import Backend, SupportsListing, SupportsRegistration, SupportsUnregistration
 from ..errors import BackendError, BackendFull
 from ..keys import ChunkKey
 from . import memory
@@ -348,6 +348,28 @@ class StoreLaws(BackendSubject):
         into = memory.buffer_in(target, nbytes, alignment)
         seen = verdict(key, nbytes, into, self.bench.backend.get(key, into))
         expect(seen == "present", f"through registered memory, a record is {seen}")
+
+    @law(since=(1, 0))
+    def test_memory_that_was_let_go_can_be_used_and_registered_again(self) -> None:
+        backend = self.bench.backend
+        if not isinstance(backend, SupportsRegistration) or not isinstance(backend, SupportsUnregistration):
+            skip("the backend registers no memory, or never lets it go")
+        alignment, nbytes = self.bench.alignment, self.bench.size(8192)
+        mapping = memory.mapping(nbytes, alignment)
+        address = memory.address_of(mapping)
+        for step in ("registered", "let go", "registered again"):
+            if step == "let go":
+                backend.unregister(address, len(mapping))
+            else:
+                backend.register(address, len(mapping))
+            key = self.bench.key()
+            view = memory.buffer_in(mapping, nbytes, alignment)
+            view[:] = memory.payload(key, nbytes)
+            self.bench.backend.put(key, view)
+            into = memory.buffer_in(mapping, nbytes, alignment)
+            seen = verdict(key, nbytes, into, self.bench.backend.get(key, into))
+            expect(seen == "present", f"through memory that was {step}, a record is {seen}")
+        backend.unregister(address, len(mapping))
 
     def _calls(self, backend: Backend[Any], key: ChunkKey, nbytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
         data, into = self.bench.record(key, nbytes), self.bench.buffer(nbytes)

@@ -1,0 +1,290 @@
+"""Get and put of 8 and 32 MiB in Mooncake Store, with the memory in this process and in another, every byte compared.
+
+Ours is the backend of lmcache-mooncake, one call for a batch, and, in rows of its own, a tier over it with checksums,
+from and into slots that are registered.  The limit is the library's own `batch_put_from` and `batch_get_into`, from and
+into registered memory, by a client of its own in the same process and round.  All of it is TCP, in a process with a
+network namespace of its own, since the store listens on all interfaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness.measure import MiB, Options, Timings, check_equal, gibps, milliseconds, paired, random_bytes, seconds
+from harness.peer import Missing
+from harness.report import Must, Row
+
+from lmcache_core import ChunkKey, frame
+from lmcache_core.buffers import Slab
+from lmcache_core.config import parse_config
+from lmcache_core.events import Events
+from lmcache_core.frame import Frame
+from lmcache_core.layout import PAGE_NBYTES, Layout, Region
+from lmcache_core.metrics import Metrics
+from lmcache_core.opening import open_tier
+from lmcache_core.tier import LoadItem, StoreItem
+
+TESTS = Path(__file__).resolve().parent.parent / "plugins" / "lmcache-mooncake" / "tests"
+KEYS = 512
+TIMEOUT_S = 60.0
+ROOM_NBYTES = 1 << 30
+THREADS = min(4, os.cpu_count() or 1)
+
+
+def rows(options: Options) -> Iterator[Row]:
+    if importlib.util.find_spec("mooncake") is None:
+        print("mooncake: not installed: pip install mooncake-transfer-engine-non-cuda, or run by nox", file=sys.stderr)
+        return
+    command = [sys.executable, __file__, str(options.rounds), "quick" if options.quick else "full"]
+    environment = {**os.environ, "MC_LOG_LEVEL": "ERROR"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    ) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.startswith("{"):
+                yield Row(**json.loads(line))
+            elif line.startswith("mooncake:"):
+                print(line, end="", file=sys.stderr)
+    assert not child.returncode, f"the benchmark ended with {child.returncode}; see it with: {' '.join(command)}"
+
+
+def _main(rounds: int, quick: bool) -> None:
+    sys.path.insert(0, str(TESTS))
+    import isolation
+
+    if isolation.PROBLEM:
+        print(f"mooncake: cannot run here: {isolation.PROBLEM}", flush=True)
+        return
+    with tempfile.TemporaryDirectory(prefix="lmcache-mooncake-") as folder:
+        options = Options(rounds=rounds, quick=quick, directory=Path(folder), peer=Missing("none"))
+        for row in _rows(options):
+            print(json.dumps(asdict(row)), flush=True)
+
+
+def _rows(options: Options) -> Iterator[Row]:
+    for where, nodes, segment in (("across processes", 1, 0), ("same process", 0, ROOM_NBYTES)):
+        for nbytes, records in ((8 * MiB, 4 if options.quick else 8), (32 * MiB, 2 if options.quick else 4)):
+            with _both(options.directory, nodes, segment, nbytes, records) as (ours, limit):
+                measured = paired(options, {"ours": ours.round, "limit": limit.round})
+            size = f"{nbytes // MiB} MiB"
+            note = f"{records} records of {size} in a batch, TCP on the loopback; limit: batch_get_into, batch_put_from"
+            speed = gibps(records * nbytes)
+            must = Must(ratio_limit=0.9)
+            for what in ("get", "put"):
+                row = f"{what}, {size}, {where}"
+                yield measured.row("mooncake", row, "GiB/s", what, speed, peer="none", must=must, note=note)
+            for what in ("get", "put"):
+                row = f"{what}, {size}, {where}, through a tier"
+                beside = f"{note}; a checksum is computed or verified for each record, on {THREADS} threads"
+                held = (
+                    must if nodes else None
+                )  # where the store is one copy in memory, a checksum costs half as much again
+                yield measured.row(
+                    "mooncake", row, "GiB/s", f"tier {what}", speed, limit=what, peer="none", must=held, note=beside
+                )
+        note = "limit: batch_is_exist"
+        row = f"exists, {KEYS} keys, {where}"
+        yield measured.row("mooncake", row, "ms", "exists", milliseconds, peer="none", note=note)
+
+
+@contextlib.contextmanager
+def _both(folder: Path, nodes: int, segment: int, nbytes: int, records: int) -> Iterator[tuple[_Ours, _Bare]]:
+    import servers
+
+    with (
+        servers.running(folder, nodes=nodes, nbytes=2 * ROOM_NBYTES) as store,
+        contextlib.closing(_Ours(store.master.address, segment, nbytes, records)) as ours,
+        contextlib.closing(_Bare(store.master.address, segment, nbytes, records)) as bare,
+    ):
+        yield ours, bare
+
+
+class _Ours:
+    """A tier over the backend, and slots that both know."""
+
+    def __init__(self, master: str, segment: int, nbytes: int, records: int) -> None:
+        self._nbytes = nbytes
+        self._shard_id = os.urandom(16)
+        region = Region(name="kv", layers=1, block_tokens=256, block_nbytes=nbytes, dtype="u1", packing="bench")
+        self._layout = Layout(chunk_tokens=256, regions=(region,))
+        record_nbytes = frame.record_nbytes(nbytes)
+        where = f", segment: {segment}, prefer_local: true" if segment else ""
+        where += f", threads: {THREADS}"
+        text = f'{{name: pool, backend: mooncake, timeout: 60s, options: {{master: "{master}"{where}}}}}'
+        config = parse_config(f"tiers: [{text}]", "benchmark", environ={})
+        self._events = Events(None)
+        self._tier = open_tier(
+            config.tiers[0], config.plugins, Metrics(), self._events, max_queued_nbytes=4 * records * record_nbytes
+        )
+        self._tier.start()
+        self._slab = Slab(2 * records * record_nbytes)
+        self._slab.on_map = lambda extent: self._tier.register(extent.address, extent.nbytes)
+        self._slab.on_unmap = lambda extent: self._tier.unregister(extent.address, extent.nbytes)
+        self._sources = [self._slot(record_nbytes) for _ in range(records)]
+        self._targets = [self._slot(record_nbytes) for _ in range(records)]
+        for number, source in enumerate(self._sources):
+            _payload(source)[:] = random_bytes(nbytes, seed=number)
+        self._asked = [self._key() for _ in range(KEYS)]
+        stored = self._tier.backend.put_many(self._asked, [memoryview(b"there")] * KEYS, timeout_s=TIMEOUT_S)
+        assert stored == [None] * KEYS, stored
+
+    def round(self) -> Timings:
+        backend = self._tier.backend
+        keys = self._packed()
+        sources = [source[: PAGE_NBYTES + self._nbytes] for source in self._sources]
+        targets = [target[: PAGE_NBYTES + self._nbytes] for target in self._targets]
+        put = seconds(lambda: _all_none(backend.put_many(keys, sources, timeout_s=TIMEOUT_S)))
+        got: list[Any] = []
+        get = seconds(lambda: got.extend(backend.get_many(keys, targets, timeout_s=TIMEOUT_S)))
+        assert got == [len(source) for source in sources], got
+        self._check()
+        for key in keys:
+            backend.remove(key)
+        keys = self._packed()
+        figures = {
+            "put": put,
+            "get": get,
+            "tier put": seconds(lambda: self._all(lambda done: self._tier.store(self._stores(keys, done)))),
+            "tier get": seconds(lambda: self._all(lambda done: self._tier.load(self._loads(keys, done)))),
+            "exists": seconds(lambda: backend.contains_prefix(self._asked, timeout_s=TIMEOUT_S)),
+        }
+        self._check()
+        self._tier.remove(keys, "removed")
+        assert self._tier.drain(TIMEOUT_S), "the removal did not end"
+        return figures
+
+    def close(self) -> None:
+        self._tier.close()
+        self._events.close()
+        self._sources, self._targets = [], []
+        self._slab.close()
+
+    def _packed(self) -> list[ChunkKey]:
+        """Keys, with the records of them in the sources and nothing in the targets."""
+        keys = [self._key() for _ in self._sources]
+        for key, source, target in zip(keys, self._sources, self._targets, strict=True):
+            head = Frame(key, 0, self._layout.fingerprint, self._nbytes, self._nbytes, 0)
+            frame.pack(head, source[:PAGE_NBYTES])
+            np.frombuffer(target, np.uint8).fill(0)
+        return keys
+
+    def _check(self) -> None:
+        for number, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
+            check_equal(_payload(target), _payload(source), f"record {number}")
+
+    def _key(self) -> ChunkKey:
+        return ChunkKey(self._shard_id + os.urandom(32))
+
+    def _slot(self, nbytes: int) -> memoryview:
+        slot = self._slab.take(nbytes)
+        assert slot is not None, "the slab is too small"
+        view = self._slab.view(slot)
+        np.frombuffer(view, np.uint8).fill(1)
+        return view
+
+    def _stores(self, keys: list[ChunkKey], done: Callable[[str], None]) -> list[StoreItem]:
+        return [
+            StoreItem(key, source, self._layout, lambda item, reason, in_use: done(reason), lambda item: None)
+            for key, source in zip(keys, self._sources, strict=True)
+        ]
+
+    def _loads(self, keys: list[ChunkKey], done: Callable[[str], None]) -> list[LoadItem]:
+        return [
+            LoadItem(key, target, self._layout, lambda item, found, reason, in_use: done(reason), lambda item: None)
+            for key, target in zip(keys, self._targets, strict=True)
+        ]
+
+    def _all(self, start: Callable[[Callable[[str], None]], None]) -> None:
+        """Start a batch and wait until each record has been answered; any failure ends the benchmark."""
+        lock, ended = threading.Lock(), threading.Event()
+        reasons: list[str] = []
+
+        def done(reason: str) -> None:
+            with lock:
+                reasons.append(reason)
+                if len(reasons) == len(self._sources):
+                    ended.set()
+
+        start(done)
+        assert ended.wait(TIMEOUT_S), f"{len(reasons)} of {len(self._sources)} records were answered"
+        assert not any(reasons), [reason for reason in reasons if reason][:3]
+
+
+class _Bare:
+    """The library's own client, with memory that it knows."""
+
+    def __init__(self, master: str, segment: int, nbytes: int, records: int) -> None:
+        from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+
+        self._store = MooncakeDistributedStore()
+        answer = self._store.setup("127.0.0.1", "P2PHANDSHAKE", segment, 0, "tcp", "", master)
+        assert not answer, answer
+        self._config = ReplicateConfig()
+        if segment:
+            self._config.preferred_segment = self._store.get_hostname()
+        self._nbytes = PAGE_NBYTES + nbytes
+        self._slab = Slab(2 * records * self._nbytes, 2 * records * self._nbytes)
+        slots = [self._slab.take(self._nbytes) for _ in range(2 * records)]
+        (extent,) = self._slab.extents.values()
+        assert not self._store.register_buffer(extent.address, extent.nbytes)
+        self._addresses = [extent.address + slot.offset for slot in slots if slot is not None]
+        views = [np.frombuffer(self._slab.view(slot), np.uint8) for slot in slots if slot is not None]
+        self._sources, self._targets = views[:records], views[records:]
+        for number, source in enumerate(self._sources):
+            source[:] = random_bytes(self._nbytes, seed=100 + number)
+        self._numbers = count()
+        self._asked = [f"asked-{number}" for number in range(KEYS)]
+        few = [self._addresses[0]] * KEYS
+        codes = self._store.batch_put_from(self._asked, few, [5] * KEYS, self._config)
+        assert not any(codes), codes
+
+    def round(self) -> Timings:
+        records = len(self._sources)
+        names = [f"bare-{next(self._numbers)}" for _ in range(records)]
+        sizes = [self._nbytes] * records
+        sources, targets = self._addresses[:records], self._addresses[records:]
+        for target in self._targets:
+            target.fill(0)
+        codes: list[int] = []
+        put = seconds(lambda: codes.extend(self._store.batch_put_from(names, sources, sizes, self._config)))
+        assert not any(codes), codes
+        got: list[int] = []
+        get = seconds(lambda: got.extend(self._store.batch_get_into(names, targets, sizes)))
+        assert got == sizes, got
+        for number, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
+            check_equal(target, source, f"bare record {number}")
+        exists = seconds(lambda: self._store.batch_is_exist(self._asked))
+        for name in names:
+            self._store.remove(name, True)
+        return {"put": put, "get": get, "exists": exists}
+
+    def close(self) -> None:
+        self._store.close()
+        self._sources, self._targets = [], []
+        self._slab.close()
+
+
+def _all_none(results: list[Any]) -> None:
+    assert not any(results), results
+
+
+def _payload(record: memoryview) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    return np.frombuffer(record, np.uint8)[PAGE_NBYTES:]
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2] == "quick")
