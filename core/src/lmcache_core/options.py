@@ -21,6 +21,9 @@ T = TypeVar("T")
 
 NOT_CONFIGURED: Final = {"configured": False}
 """`metadata` of a dataclass field that no configuration sets."""
+MEASURE: Final = "measure"
+"""Key in the `metadata` of an option that `lmc bench backend` tries: a tuple of values to compare, or "threads" for how
+many records are moved at a time."""
 _INTEGER: Final = re.compile(r"[+-]?(0|[1-9][0-9]{0,30})")
 _MAX_INTEGER: Final = 10**31
 _FLOAT: Final = re.compile(r"[+-]?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?")

@@ -8,7 +8,9 @@ import click
 
 from . import LazyGroup
 
-COMMANDS: Final[dict[str, tuple[str, str]]] = {}
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "backend": (".bench_backend", "Measure a store through a tier, and say how to set it up."),
+}
 
 
 @click.group("bench", cls=LazyGroup, own=COMMANDS, under="bench.", help="Measure a store, a device or a server.")

@@ -35,7 +35,7 @@ class FsspecOptions:
     """More keyword arguments, each value from `"${VARIABLE}"`.  Default {}."""
     publish: Literal["auto", "put", "move"] = "auto"
     """How a record appears whole: "put" in one call, "move" under another name first.  Default "auto"."""
-    connections: int = 4
+    connections: int = field(default=4, metadata={"measure": "threads"})
     """Operations at the same time, 1 to 64.  Default 4."""
 
     def __post_init__(self) -> None:

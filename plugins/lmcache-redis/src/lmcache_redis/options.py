@@ -38,7 +38,7 @@ class RedisOptions:
     """What every key begins with: up to 64 printable ASCII characters but space, `{` and `}`.  Default "lmcache:"."""
     ttl_s: float | None = None
     """The server forgets a record this long after it was stored.  At least 1ms.  Default null: never."""
-    connections: int = 4
+    connections: int = field(default=4, metadata={"measure": "threads"})
     """Connections to each server, and threads of the tier.  1 to 64.  Default 4."""
     connect_timeout_s: float = 2.0
     """Bound for TCP, TLS and AUTH of one connection together, within the operation's own deadline.  Default 2s."""
