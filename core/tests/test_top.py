@@ -70,7 +70,7 @@ def test_a_stretch_of_time_counts_only_what_was_in_it(busy: Any) -> None:
     cache.release("again")
     for seed in range(3):
         store(cache, chain(6, seed=seed + 1))
-    assert cache.drain(30)
+        assert cache.drain(30)  # or the next one might find what it needs held by a write
     now = snapshot(socket)
     found = figures(now, before)
     assert not found.whole
