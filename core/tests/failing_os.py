@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
 
-from lmcache_core.backends import _files, _io, _usage, disk
+from lmcache_core.backends import _files, _io, _root, _usage, disk
 
 OPERATIONS: Final = frozenset(
     (
@@ -126,7 +126,7 @@ def interposed(before: Before, done: bool = False) -> Iterator[FailingOs]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(disk, "rename_new", rename_new))
-        for module in (_files, _io, _usage, disk, pathlib):
+        for module in (_files, _io, _root, _usage, disk, pathlib):
             stack.enter_context(patch.object(module, "os", through))
         for module in (_io, _usage):
             stack.enter_context(patch.object(module, "fcntl", Locks(through)))

@@ -28,7 +28,7 @@ from disk_helpers import (
 
 from lmcache_core.backend import Context, Traits
 from lmcache_core.backends.disk import DiskBackend, DiskOptions
-from lmcache_core.errors import BackendError, ConfigError
+from lmcache_core.errors import BackendError, BackendFull, ConfigError
 from lmcache_core.testing import BackendLaws, in_threads
 from lmcache_core.testing.memory import payload
 
@@ -278,3 +278,77 @@ def test_what_else_lies_in_a_directory_of_records_keeps_it(tmp_path: Path) -> No
         (file_of(tmp_path, key).parent.parent / "notes").write_text("mine")
         assert backend.remove(key)
         assert (file_of(tmp_path, key).parent.parent / "notes").read_text() == "mine"
+
+
+# What other backends build on.
+
+
+def test_a_file_that_is_written_is_a_record_once_the_body_has_ended(tmp_path: Path) -> None:
+    key = new_key()
+    with open_disk(tmp_path / "s") as backend:
+        with backend.writing(key, NBYTES) as file:
+            assert (file.nbytes, os.fstat(file.fd).st_size) == (NBYTES, 0)
+            os.pwrite(file.fd, payload(key, NBYTES), 0)
+            assert not backend.contains(key)
+            assert backend.used_nbytes == NBYTES
+        assert holds(backend, key)
+        with backend.reading(key) as found:
+            assert found is not None
+            assert os.pread(found.fd, found.nbytes, 0) == payload(key, NBYTES)
+        assert_counted(backend, tmp_path / "s")
+
+
+def fail_with(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("body", "raised"),
+    [
+        (lambda file: fail_with(ZeroDivisionError()), ZeroDivisionError),
+        (lambda file: fail_with(OSError(errno.ENOSPC, "full")), BackendFull),
+        (lambda file: fail_with(OSError(errno.EIO, "broken")), BackendError),
+        (lambda file: os.pwrite(file.fd, b"short", 0), BackendError),
+        (lambda file: os.pwrite(file.fd, b"long", NBYTES), BackendError),
+    ],
+)
+def test_a_file_whose_body_fails_or_is_of_another_length_leaves_nothing(
+    tmp_path: Path, body: Callable[[Any], object], raised: type[BaseException]
+) -> None:
+    key = new_key()
+    with open_disk(tmp_path / "s") as backend:
+        with pytest.raises(raised), backend.writing(key, NBYTES) as file:
+            body(file)
+        assert not backend.contains(key)
+        assert temp_files(tmp_path / "s") == []
+        assert backend.used_nbytes == 0
+
+
+def test_a_file_for_which_there_is_no_room_is_not_begun(tmp_path: Path) -> None:
+    with open_disk(tmp_path / "s", NBYTES) as backend:
+        put(backend)
+        with pytest.raises(BackendFull), backend.writing(new_key(), NBYTES):
+            pytest.fail("the body ran")
+
+
+def test_reading_finds_records_and_nothing_else(tmp_path: Path) -> None:
+    key = new_key()
+    with open_disk(tmp_path / "s") as backend:
+        with backend.reading(key) as found:
+            assert found is None
+        path = file_of(tmp_path / "s", key)
+        path.parent.mkdir(parents=True)
+        os.mkfifo(path)
+        with backend.reading(key) as found:
+            assert found is None
+        path.unlink()
+        path.symlink_to("/etc/hostname")
+        with backend.reading(key) as found:
+            assert found is None
+
+
+def test_it_says_how_it_works_and_why_not_better(tmp_path: Path, no_direct: None) -> None:
+    with open_disk(tmp_path / "s") as backend:
+        assert backend.description().startswith("buffered I/O: O_DIRECT does not work on ")
+    with open_disk(tmp_path / "s", direct="off") as backend:
+        assert backend.description() == "buffered I/O: direct is off"

@@ -94,6 +94,7 @@ def test_status_and_ping_succeed_only_if_the_daemon_answers(config: Path) -> Non
                 assert "1 clients, 1 leases, 6 records in use, 0 pins" in text
                 assert re.search(r"^host +memory +ready +6 ", text, re.M)
                 assert re.search(r"^disk +disk +ready +6 ", text, re.M)
+                assert re.search(r"^disk: (direct|buffered) I/O", text, re.M)
         assert f"pid {daemon.process.pid}, boot id {boot_id}" in lmc("ping", "--config", config).output
         daemon.process.kill()
         daemon.process.wait()

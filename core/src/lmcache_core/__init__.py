@@ -15,14 +15,18 @@ if TYPE_CHECKING:
         ApiVersion,
         Backend,
         Context,
+        DeviceIO,
         Entry,
         GetResult,
         NoOptions,
+        SupportsDescription,
+        SupportsDeviceIO,
         SupportsListing,
         SupportsRegistration,
         SupportsUnregistration,
         Traits,
     )
+    from .backends.disk import DiskBackend, DiskOptions, RecordFile
     from .blocks import check_targets, checked_block_ids
     from .buffers import copy_bytes
     from .cache import Cache, Hit, Job, JobResult
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     from .client.cache import RemoteCache, connect
     from .codec import Codec, Identity
     from .config import CacheConfig, TierConfig, load_config
-    from .device import Device, DoneFence, Fence, Pages, Probe
+    from .device import Device, DeviceRecord, DoneFence, Fence, Pages, Probe, SupportsStaging
     from .devices.cpu import CpuDevice
     from .diagnosis import Diagnosis, SupportsDiagnosis
     from .errors import (
@@ -81,7 +85,11 @@ __all__ = [
     "CpuDevice",
     "Device",
     "DeviceError",
+    "DeviceIO",
+    "DeviceRecord",
     "Diagnosis",
+    "DiskBackend",
+    "DiskOptions",
     "DoneFence",
     "Entry",
     "EvictionPolicy",
@@ -108,13 +116,17 @@ __all__ = [
     "PluginNotFound",
     "Probe",
     "RawOptions",
+    "RecordFile",
     "Region",
     "RemoteCache",
     "RequestReport",
     "Shard",
+    "SupportsDescription",
+    "SupportsDeviceIO",
     "SupportsDiagnosis",
     "SupportsListing",
     "SupportsRegistration",
+    "SupportsStaging",
     "SupportsUnregistration",
     "TierConfig",
     "Traits",
@@ -131,8 +143,9 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "backend": "API_VERSION ApiVersion Backend Context Entry GetResult NoOptions SupportsListing SupportsRegistration "
-    "SupportsUnregistration Traits",
+    "backend": "API_VERSION ApiVersion Backend Context DeviceIO Entry GetResult NoOptions SupportsDescription "
+    "SupportsDeviceIO SupportsListing SupportsRegistration SupportsUnregistration Traits",
+    "backends.disk": "DiskBackend DiskOptions RecordFile",
     "blocks": "check_targets checked_block_ids",
     "buffers": "copy_bytes",
     "cache": "Cache Hit Job JobResult",
@@ -140,7 +153,7 @@ _MODULES: Final = {
     "client.cache": "RemoteCache connect",
     "codec": "Codec Identity",
     "config": "CacheConfig TierConfig load_config",
-    "device": "Device DoneFence Fence Pages Probe",
+    "device": "Device DeviceRecord DoneFence Fence Pages Probe SupportsStaging",
     "diagnosis": "Diagnosis SupportsDiagnosis",
     "devices.cpu": "CpuDevice",
     "errors": "BackendError BackendFull BackendUnavailable CacheError CapacityError ChunkCorrupt ConfigError "

@@ -6,10 +6,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Final, Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Final, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 from .errors import BackendError, BackendUnavailable
 from .keys import ChunkKey
+
+if TYPE_CHECKING:
+    from .device import DeviceRecord
 
 ApiVersion = tuple[int, int]
 API_VERSION: Final[ApiVersion] = (1, 0)
@@ -198,3 +201,30 @@ class SupportsRegistration(Protocol):
 class SupportsUnregistration(Protocol):
     def unregister(self, address: int, nbytes: int) -> None:
         """Inverse of `register`, before the memory is unmapped; no buffer of it is in use."""
+
+
+class DeviceIO(Protocol):
+    """Records between the store and a device's memory.  As `get` and `put` of a backend otherwise, on the same threads.
+
+    Nothing but the header page is seen by the host: payloads that come this way are not compared with their checksum,
+    and those that go have none.
+    """
+
+    def get(self, key: ChunkKey, into: DeviceRecord) -> int | None: ...
+
+    def put(self, key: ChunkKey, data: DeviceRecord) -> None: ...
+
+
+@runtime_checkable
+class SupportsDeviceIO(Protocol):
+    def device_io(self) -> DeviceIO | None:
+        """How records go past host memory on this machine; `None` where they cannot.  Asked once, at start.
+
+        It is used by a cache in an engine's process that has no tier in host memory and this one store below.
+        """
+
+
+@runtime_checkable
+class SupportsDescription(Protocol):
+    def description(self) -> str:
+        """How the store is used on this machine, and why not in a better way: one line for `lmc status`.  No I/O."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from .backend import ApiVersion
 from .layout import Layout
@@ -50,6 +50,37 @@ class DoneFence:
 
     def make_stream_wait(self, stream: Any) -> None:
         return None
+
+
+class DeviceRecord(ABC):
+    """Memory of a device for one record, as it lies in a store: header page, payload, padding to whole pages."""
+
+    nbytes: int
+
+    @property
+    @abstractmethod
+    def memory(self) -> Any:
+        """All of it, for a library that does I/O: an object with the array interface of its platform."""
+
+    @abstractmethod
+    def payload(self, nbytes: int) -> Any:
+        """The payload, for `gather` and `scatter` of the same device in the place of host memory; `len` is `nbytes`."""
+
+    @abstractmethod
+    def read_header(self) -> memoryview:
+        """A copy of the header page in host memory."""
+
+    @abstractmethod
+    def write_header(self, page: memoryview) -> None:
+        """Copy a header page to the device; it is there when this returns."""
+
+
+@runtime_checkable
+class SupportsStaging(Protocol):
+    """Optional for a device: memory of its own in which records wait on their way between pages and a store."""
+
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        """Memory for one record where `pages` are, given back with the object.  DeviceError where none is left."""
 
 
 class Device(ABC):

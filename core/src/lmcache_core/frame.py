@@ -125,21 +125,27 @@ def is_other_version(page: memoryview) -> bool:
 
 def verify(record: memoryview, nbytes: int, key: ChunkKey, fingerprint: bytes, raw_nbytes: int) -> Frame:
     """The frame of a record read from a store, `nbytes` long, proven to be the one asked for; else ChunkCorrupt."""
-    frame = parse(record)
+    frame = verify_header(record, nbytes, key, fingerprint, raw_nbytes)
+    if nbytes > record.nbytes:
+        raise ChunkCorrupt(f"{key!r}: {nbytes} bytes said to be read into a buffer of {record.nbytes}")
+    if frame.checksum_kind == CHECKSUM_XXH3_64:
+        actual = payload_checksum(record[PAGE_NBYTES : PAGE_NBYTES + frame.encoded_nbytes])
+        if actual != frame.checksum:
+            raise ChunkCorrupt(f"{key!r}: payload checksum differs")
+    return frame
+
+
+def verify_header(page: memoryview, nbytes: int, key: ChunkKey, fingerprint: bytes, raw_nbytes: int) -> Frame:
+    """What the header page alone can prove of a record of `nbytes`; the payload is not looked at."""
+    frame = parse(page)
     if frame.key != key:
         raise ChunkCorrupt(f"asked for {key!r}, the record is {frame.key!r}")
     if frame.fingerprint != fingerprint or frame.raw_nbytes != raw_nbytes:
         raise ChunkCorrupt(f"{key!r}: another layout ({frame.raw_nbytes} bytes raw, expected {raw_nbytes})")
     if nbytes not in (record_nbytes(frame.encoded_nbytes), PAGE_NBYTES + frame.encoded_nbytes):
         raise ChunkCorrupt(f"{key!r}: {nbytes} bytes where the header says {frame.encoded_nbytes} of payload")
-    if nbytes > record.nbytes:
-        raise ChunkCorrupt(f"{key!r}: {nbytes} bytes said to be read into a buffer of {record.nbytes}")
     if frame.codec == "identity" and frame.encoded_nbytes != raw_nbytes:
         raise ChunkCorrupt(f"{key!r}: identity with {frame.encoded_nbytes} bytes of payload for {raw_nbytes} raw")
-    if frame.checksum_kind == CHECKSUM_XXH3_64:
-        actual = payload_checksum(record[PAGE_NBYTES : PAGE_NBYTES + frame.encoded_nbytes])
-        if actual != frame.checksum:
-            raise ChunkCorrupt(f"{key!r}: payload checksum differs")
     return frame
 
 

@@ -64,6 +64,7 @@ HELP: Final[Mapping[str, str]] = {
     "tier_read_batch_bytes": "Record bytes per batch read from a tier.",
     "tier_write_seconds": "Seconds per batch written to a tier.",
     "tier_write_batch_bytes": "Record bytes per batch written to a tier.",
+    "direct_records": "Records of engines that go past host memory, by operation: load, store.",
     "tier_probe_seconds": "Seconds per question to a shared store what it has.",
     "hook_failures": "Hook calls that raised, by plugin.",
     "hook_drops": "Events dropped because hooks were slow.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from .client.cache import RemoteCache, connect
 from .codec import Codec
 from .config import CacheConfig, PluginsConfig, TierConfig, load_config
 from .device import Device
+from .direct import DirectPool, direct_staging
 from .endpoints import socket_path
 from .errors import ConfigError, DeviceError, PluginError
 from .events import Events
@@ -85,7 +87,7 @@ def _open_cache(
             admission=admission,
             log_request=log_request,
         )
-    pool, events = open_pool(config, metrics)
+    pool, events = open_pool(config, metrics, device)
     log.info("this process alone uses the host memory: every other that opens a cache of its own takes as much again")
     return LocalCache(
         pool,
@@ -98,8 +100,11 @@ def _open_cache(
     )
 
 
-def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
-    """The pool that a configuration describes, with its tiers started, and the events that they emit to."""
+def open_pool(config: CacheConfig, metrics: Metrics, device: Device | None = None) -> tuple[Pool, Events]:
+    """The pool that a configuration describes, with its tiers started, and the events that they emit to.
+
+    `device` is that of an engine in this process, whose records may go past host memory.
+    """
     use = config.plugins
     host = config.host
     capacity = host.capacity_nbytes if host is not None else config.staging_nbytes
@@ -120,7 +125,7 @@ def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
             opened.close()
         events.close()
         raise
-    pool = Pool(
+    pool = _kind_of_pool(config, tiers, device)(
         slab,
         tiers,
         new_policy=new_policy,
@@ -140,6 +145,19 @@ def open_pool(config: CacheConfig, metrics: Metrics) -> tuple[Pool, Events]:
         ", ".join(f"{tier.name} ({tier.backend_name})" for tier in tiers) or "nothing",
     )
     return pool, events
+
+
+def _kind_of_pool(config: CacheConfig, tiers: list[Tier], device: Device | None) -> Callable[..., Pool]:
+    """A pool past host memory where a store, the device and the configuration are made for it; what is so is said."""
+    if device is None:
+        return Pool
+    staging = direct_staging(tiers, device, has_host=config.host is not None, capacity_nbytes=config.staging_nbytes)
+    if isinstance(staging, str):
+        if staging:
+            log.info("device I/O is not used: %s", staging)
+        return Pool
+    log.info("device I/O: records go between the device and %s past host memory, without checksums", tiers[0].name)
+    return partial(DirectPool, staging=staging)
 
 
 def used_plugins(config: CacheConfig) -> list[tuple[str, str]]:

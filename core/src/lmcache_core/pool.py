@@ -17,6 +17,7 @@ from typing import Final, Literal
 from . import frame
 from .buffers import Extent, Slab, Slot
 from .chain import Chain, GroupKind, Model, Shard
+from .device import Pages
 from .events import Events
 from .frame import Frame
 from .history import NOT_STORED, History
@@ -113,6 +114,10 @@ class Pool:
 
     def hold_resident(self, chain: Chain, request: str) -> int:
         return self.leases.hold_resident(chain, request)
+
+    def meet(self, pages: Pages) -> None:
+        """Told of an engine's pages before anything of theirs is moved."""
+        return None
 
     # Stores.
 
@@ -260,7 +265,7 @@ class Pool:
         with self._lock:
             self._index.unhold(entries)
 
-    def extent(self, entry: Entry) -> Extent:
+    def extent(self, entry: Entry) -> Extent | None:
         return self.slab.extents[entry.slot.extent_id]
 
     def payload(self, entry: Entry) -> memoryview:
@@ -291,7 +296,7 @@ class Pool:
                     self.history.lost([key], self.tiers[where].name, reason)
                 self._fail(entry, reason, give_slot=not in_use)
             return
-        frame.set_generation(item.record[:PAGE_NBYTES], entry.generation)
+        frame.set_generation(self.slab.view(entry.slot)[:PAGE_NBYTES], entry.generation)
         with self._lock:
             entry.depth = found.depth
             entry.stored_at_ns = found.stored_at_ns

@@ -75,7 +75,10 @@ class PoolPort(Protocol):
     def give_up(self, entries: Sequence[Entry], reason: str) -> Callable[[], None]: ...
     def acquire(self, chain: Chain, shard: Shard, span: range, sink: Sink, *, for_engine: bool = True) -> None: ...
     def unhold(self, entries: Sequence[Entry]) -> None: ...
-    def extent(self, entry: Entry) -> Mapped: ...
+    def extent(self, entry: Entry) -> Mapped | None:
+        """Where its slot is; `None` for a record in the device's own memory."""
+        ...
+
     def payload(self, entry: Entry) -> memoryview: ...
     def intact(self, entry: Entry) -> bool: ...
     def evict(self, chain: Chain) -> int: ...
@@ -562,7 +565,7 @@ class PooledCache(Cache):
         if late is None:
             return [entry for _, entry in part]
         reading = [entry for _, entry in intact]
-        self._late.add(late, partial(self._pool.unhold, reading), map(self._pool.extent, reading), records)
+        self._late.add(late, partial(self._pool.unhold, reading), self._extents(reading), records)
         return [entry for _, entry in part if entry not in reading]
 
     def _gather_some(self, transfer: _Transfer) -> None:
@@ -590,8 +593,7 @@ class PooledCache(Cache):
             if late is None:
                 self._pool.abort(entries, problem)
             else:
-                extents = dict.fromkeys(map(self._pool.extent, entries))
-                self._late.add(late, self._pool.give_up(entries, problem), extents, records)
+                self._late.add(late, self._pool.give_up(entries, problem), self._extents(entries), records)
         else:
             if not transfer.reservation.new:
                 transfer.job._set_gathered()
@@ -625,9 +627,13 @@ class PooledCache(Cache):
             log.exception("device %s raised; this is its bug", self._device_name)
             return f"device: {error!r}", None
 
+    def _extents(self, entries: Iterable[Entry]) -> list[Mapped]:
+        found = dict.fromkeys(self._pool.extent(entry) for entry in entries)
+        return [extent for extent in found if extent is not None]
+
     def _register(self, part: Iterable[tuple[int, Entry]]) -> None:
         """Pin each extent with the device before its first copy."""
-        for extent in dict.fromkeys(self._pool.extent(entry) for _, entry in part):
+        for extent in self._extents(entry for _, entry in part):
             with self._lock:
                 if extent in self._registered or extent.dropped:
                     continue

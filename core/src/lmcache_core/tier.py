@@ -14,10 +14,19 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from . import frame, manifest
-from .backend import Backend, Entry, GetResult, SupportsListing, SupportsRegistration, SupportsUnregistration
+from .backend import (
+    Backend,
+    Entry,
+    GetResult,
+    SupportsDescription,
+    SupportsListing,
+    SupportsRegistration,
+    SupportsUnregistration,
+)
 from .breaker import Breaker
 from .chain import Model
 from .costs import Costs
+from .device import DeviceRecord
 from .errors import BackendError, BackendFull, CacheError, ChunkCorrupt
 from .events import Events
 from .frame import Frame
@@ -28,6 +37,7 @@ from .ledger import Ledger, Written
 from .metrics import Metrics
 from .policy import EvictionPolicy
 from .sealing import Sealer
+from .staged import Record, depth_of, device_io_of, get_many, in_device, in_host, put_many, unseal
 from .transfer import Task, TransferPool
 
 log = logging.getLogger(__name__)
@@ -37,6 +47,7 @@ _BATCH_NBYTES: Final = 8 << 20
 _RELIST_INTERVAL_S: Final = 5.0
 _LIST_WAIT_S: Final = 2.0
 _ORPHAN_S: Final = 60.0
+_MAX_DESCRIPTION: Final = 300
 
 ItemT = TypeVar("ItemT", "LoadItem", "StoreItem")
 Loaded = Callable[["LoadItem", Frame | None, str, bool], None]
@@ -45,14 +56,14 @@ Stored = Callable[["StoreItem", str, bool], None]
 
 @dataclass(slots=True, eq=False)
 class LoadItem:
-    """One record wanted in `record` (a slot: header page and payload).
+    """One record wanted in `record` (a slot: header page and payload; or, for `device_io`, the same in a device).
 
     `done(item, frame, reason, in_use)` is called once: with the frame, or with None and why not.  If `in_use`, the
     backend may still write to `record`, until `free(item)`.
     """
 
     key: ChunkKey
-    record: memoryview
+    record: Record
     layout: Layout
     done: Loaded
     free: Callable[[LoadItem], None]
@@ -64,7 +75,7 @@ class StoreItem:
     """One record to be written; `done(item, reason, in_use)` and `free` as for a LoadItem, "" being success."""
 
     key: ChunkKey
-    record: memoryview
+    record: Record
     layout: Layout
     done: Stored
     free: Callable[[StoreItem], None]
@@ -94,6 +105,8 @@ class TierStatus:
     reason: str
     queued_loads: int
     queued_stores: int
+    description: str = ""
+    """How the backend says that it works; empty where it says nothing."""
 
 
 class Tier:
@@ -135,6 +148,8 @@ class Tier:
         self._events = events
         self._history = history or History()
         self._policy_name = policy_name
+        self.device_io = device_io_of(backend) if sealer.codec_name == "identity" else None
+        """How records get to and from a device's memory; they are given and wanted there only where it is not None."""
         self._lock = threading.Lock()
         self._closed = False
         self._lister: threading.Thread | None = None
@@ -187,7 +202,16 @@ class Tier:
             self.breaker.reason,
             loads,
             stores,
+            self._description(),
         )
+
+    def _description(self) -> str:
+        if not isinstance(self.backend, SupportsDescription):
+            return ""
+        try:
+            return self.backend.description().partition("\n")[0][:_MAX_DESCRIPTION]
+        except Exception as error:  # a plugin may raise anything, and a status must be had of a broken one
+            return f"not told: {error!r}"[:_MAX_DESCRIPTION]
 
     def load(self, items: Sequence[LoadItem]) -> None:
         """Read records in the background, in order; each item is answered once."""
@@ -331,9 +355,8 @@ class Tier:
 
     def _run_load(self, batch: list[LoadItem], timed: _Timed) -> Callable[[], None]:
         started = time.monotonic()
-        views = self._sealer.targets([item.record for item in batch], [item.layout for item in batch])
         keys = [item.key for item in batch]
-        get = partial(self.backend.get_many, keys, views, timeout_s=self.timeout_s)
+        views, get = self._reads(batch, keys)
         results: Sequence[GetResult] = self._each("get_many", get, keys)
         answers = [self._check(*parts) for parts in zip(batch, views, results, strict=True)]
         seconds = time.monotonic() - started
@@ -364,7 +387,18 @@ class Tier:
                 return
         self.costs.sample(timed.nbytes, time.monotonic() - timed.began)
 
-    def _check(self, item: LoadItem, view: memoryview, result: GetResult) -> tuple[Frame | None, str]:
+    def _reads(
+        self, batch: list[LoadItem], keys: list[ChunkKey]
+    ) -> tuple[Sequence[Record], Callable[[], list[GetResult]]]:
+        """Where to read a batch to, which is all in host memory or all in a device's, and the call that does."""
+        staged = in_device(item.record for item in batch)
+        if staged:
+            assert self.device_io is not None
+            return staged, partial(get_many, self.device_io, keys, staged, self.timeout_s)
+        views = self._sealer.targets(in_host(item.record for item in batch), [item.layout for item in batch])
+        return views, partial(self.backend.get_many, keys, views, timeout_s=self.timeout_s)
+
+    def _check(self, item: LoadItem, view: Record, result: GetResult) -> tuple[Frame | None, str]:
         """Verify one record and bring it, decoded, into its slot; what is wrong is removed."""
         if result is None:
             self._forget(item.key, "lost")
@@ -373,6 +407,9 @@ class Tier:
         corrupt = isinstance(result, ChunkCorrupt)
         if isinstance(result, int):
             try:
+                if isinstance(item.record, DeviceRecord):
+                    return unseal(item.record, result, item.key, item.layout), ""
+                assert isinstance(view, memoryview)
                 return self._sealer.unseal(view, result, item.key, item.layout, item.record), ""
             except ChunkCorrupt as error:
                 corrupt, problem = True, str(error)
@@ -404,10 +441,10 @@ class Tier:
         results: list[str] = []
         answers: list[tuple[list[ChunkKey], list[object]]] = []
         if self._sealer.codec_name == "identity":
-            results = self._put(batch, [self._sealer.seal(item.record, item.layout) for item in batch], answers)
+            results = self._put(batch, [self._sealed(item) for item in batch], answers)
         else:
             for item in batch:
-                results += self._put([item], [self._sealer.seal(item.record, item.layout)], answers)
+                results += self._put([item], [self._sealed(item)], answers)
         seconds = time.monotonic() - started
 
         def complete() -> None:
@@ -433,10 +470,21 @@ class Tier:
 
         return complete
 
+    def _sealed(self, item: StoreItem) -> Record:
+        record = item.record
+        return record if isinstance(record, DeviceRecord) else self._sealer.seal(record, item.layout)
+
+    def _writes(self, keys: list[ChunkKey], records: Sequence[Record]) -> Callable[[], list[BackendError | None]]:
+        staged = in_device(records)
+        if staged:
+            assert self.device_io is not None
+            return partial(put_many, self.device_io, keys, staged, self.timeout_s)
+        return partial(self.backend.put_many, keys, in_host(records), timeout_s=self.timeout_s)
+
     def _put(
         self,
         batch: list[StoreItem],
-        records: list[memoryview],
+        records: list[Record],
         answers: list[tuple[list[ChunkKey], list[object]]],
     ) -> list[str]:
         """Write records that are not there yet; "" or why not for each.  What the store answered goes to `answers`."""
@@ -465,17 +513,14 @@ class Tier:
                     reasons[index] = "full: everything in the tier is in use"
                 break
             keys = [batch[index].key for index in wanted]
-            views = [records[index] for index in wanted]
-            results = self._each(
-                "put_many", partial(self.backend.put_many, keys, views, timeout_s=self.timeout_s), keys
-            )
+            results = self._each("put_many", self._writes(keys, [records[index] for index in wanted]), keys)
             answers.append((keys, results))
             full: list[int] = []
             stored: list[Written] = []
             for index, result in zip(wanted, results, strict=True):
                 item = batch[index]
                 if result is None:
-                    stored.append(Written(item.key, records[index].nbytes, _depth(records[index]), item.alone))
+                    stored.append(Written(item.key, records[index].nbytes, depth_of(records[index]), item.alone))
                     reasons[index] = ""
                 elif isinstance(result, BackendFull):
                     reasons[index] = f"full: {result}"
@@ -685,7 +730,3 @@ def _batches(items: Sequence[ItemT]) -> list[list[ItemT]]:
 def _free(batch: Sequence[ItemT]) -> None:
     for item in batch:
         item.free(item)
-
-
-def _depth(record: memoryview) -> int:
-    return frame.parse(record).depth

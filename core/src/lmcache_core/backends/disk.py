@@ -9,32 +9,33 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
 from ..backend import ApiVersion, Backend, Context, Entry, Traits
 from ..diagnosis import Diagnosis
-from ..errors import BackendError, BackendFull, BackendUnavailable, ChunkCorrupt, ConfigError
+from ..errors import BackendError, ChunkCorrupt, ConfigError
 from ..keys import ChunkKey
 from ..layout import PAGE_NBYTES
-from ._diagnosis import diagnose
-from ._files import Writer, close_fd, is_ours, open_directory, record_dir, walk
+from ._diagnosis import diagnose, file_system
+from ._faults import fault
+from ._files import Writer, close_fd, is_ours, record_dir, walk
 from ._io import O_DIRECT, probe_io, read_file, rename_new, write_file
+from ._root import VERSION_DIR, naming, open_version_dir, root_path
 from ._usage import SharedTotal
 
 logger = logging.getLogger(__name__)
 
-VERSION_DIR: Final = "v1"
 _KNOWN_DIRS: Final = 1 << 14
 # O_NONBLOCK: opening a FIFO that somebody put there must not wait for its writer.  Regular files ignore it.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW: Final = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITE: Final = os.O_WRONLY | _NEW
+_WRITE_READ: Final = os.O_RDWR | _NEW
 _NOT_A_RECORD: Final = frozenset(
     (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENXIO, errno.ESTALE)
 )
-_NO_ROOM: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-_PASSING: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,19 @@ class DiskOptions:
 
     path: str
     """Directory of the store: absolute, or from "~".  Created (mode 0700) if it is missing.  No default."""
-    direct: Literal["auto", "on", "off"] = "auto"
+    direct: Literal["auto", "on", "off"] = field(default="auto", metadata={"measure": ("on", "off")})
     """O_DIRECT, past the page cache: "auto" where it works, "on" or an error, "off".  Default "auto"."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordFile:
+    """The file of one record; the descriptor is the store's, which closes it.
+
+    A library that wants a name opens `/proc/self/fd/<fd>`: that is this file, whatever happens to names meanwhile.
+    """
+
+    fd: int
+    nbytes: int
 
 
 class DiskBackend(Backend[DiskOptions]):
@@ -56,6 +68,9 @@ class DiskBackend(Backend[DiskOptions]):
 
     Processes of one host may share a store, each record visible to all at once and the capacity holding for their sum.
     On a network file system that needs one whose flock works between the hosts.  Not for use across `os.fork`.
+
+    Backends that move the bytes in their own way build on it by holding one: `reading` and `writing` give them the file
+    of a record, while names, total, publishing and clean-up stay those of the disk store.
     """
 
     api_version: ClassVar[ApiVersion] = (1, 0)
@@ -66,26 +81,30 @@ class DiskBackend(Backend[DiskOptions]):
         super().__init__(options, context)
         if options.direct not in ("auto", "on", "off"):
             raise ConfigError(f"disk: direct must be auto, on or off, got {options.direct!r}")
-        self._root = _root_path(options.path)
+        self._root = root_path(options.path)
         self._guard = threading.Lock()
         self._active = 0
         self._closed = False
         self._dirs: set[str] = set()
         self._fd = -1
         with contextlib.ExitStack() as undo:
-            with _naming(self._root):
+            with naming(self._root):
                 self._writer = Writer.current()
-                self._fd = _open_version_dir(self._root)
+                self._fd = open_version_dir(self._root)
                 undo.callback(close_fd, self._fd)
                 probe = self._writer.temp_name(0)
                 self._direct = probe_io(probe, self._fd, allow_direct=options.direct != "off")
                 self._total = SharedTotal(self._fd, self._writer, context.capacity_nbytes, context.timeout_s)
                 undo.callback(self._total.close)
                 used, limit = self._total.read()
+                # Some file systems in user space remove a directory together with a file that was just made in it.
+                self._prunes = not file_system(self._root).startswith("fuse")
             if options.direct == "on" and not self._direct:
                 raise ConfigError(f"disk: direct is on, but O_DIRECT does not work in {self._root}")
             undo.pop_all()
-        self.io_mode: Literal["direct", "buffered"] = "direct" if self._direct else "buffered"
+        self.io_mode: Final[Literal["direct", "buffered"]] = "direct" if self._direct else "buffered"
+        self.io_reason: Final = "" if self._direct else _why_buffered(options.direct, self._root)
+        """Why I/O is not direct; empty where it is."""
         logger.info("disk store %s: %s I/O, %d bytes in use, limit %s", self._root, self.io_mode, used, limit)
 
     @property
@@ -95,9 +114,13 @@ class DiskBackend(Backend[DiskOptions]):
         try:
             return self._total.read()[0]
         except OSError as error:
-            raise _fault(error, "count", None) from error
+            raise fault(error, "count", None) from error
         finally:
             self._leave()
+
+    def description(self) -> str:
+        """For `lmc status`."""
+        return f"{self.io_mode} I/O" + (f": {self.io_reason}" if self.io_reason else "")
 
     def contains(self, key: ChunkKey) -> bool:
         self._enter()
@@ -109,7 +132,7 @@ class DiskBackend(Backend[DiskOptions]):
         except OSError as error:
             if error.errno in _NOT_A_RECORD:
                 return False
-            raise _fault(error, "stat", key) from error
+            raise fault(error, "stat", key) from error
         finally:
             self._leave()
 
@@ -136,7 +159,7 @@ class DiskBackend(Backend[DiskOptions]):
             finally:
                 close_fd(fd)
         except OSError as error:
-            raise _fault(error, "read", key) from error
+            raise fault(error, "read", key) from error
         finally:
             self._leave()
 
@@ -157,7 +180,63 @@ class DiskBackend(Backend[DiskOptions]):
                 self._discard(temp, nbytes, written)
                 raise
         except OSError as error:
-            raise _fault(error, "write", key) from error
+            raise fault(error, "write", key) from error
+        finally:
+            self._leave()
+
+    @contextlib.contextmanager
+    def reading(self, key: ChunkKey) -> Iterator[RecordFile | None]:
+        """The file of a record, open for reading inside the `with`; `None` where there is none.
+
+        An OSError of the body is one of the store, and raised as a BackendError.
+        """
+        directory, name = record_dir(key)
+        self._enter()
+        fd = -1
+        try:
+            if directory in self._dirs or self._is_safe(directory):
+                try:
+                    fd = os.open(f"{directory}/{name}", _READ, dir_fd=self._fd)
+                except OSError as error:
+                    if error.errno not in _NOT_A_RECORD:
+                        raise
+            status = os.fstat(fd) if fd >= 0 else None
+            yield RecordFile(fd, status.st_size) if status is not None and is_ours(status) else None
+        except OSError as error:
+            raise fault(error, "read", key) from error
+        finally:
+            if fd >= 0:
+                close_fd(fd)
+            self._leave()
+
+    @contextlib.contextmanager
+    def writing(self, key: ChunkKey, nbytes: int) -> Iterator[RecordFile]:
+        """A new file for a record of `nbytes`, open inside the `with`; published at its end, or, if that raises, gone.
+
+        BackendFull where the capacity has no room, BackendError where the file has not exactly `nbytes` in the end.
+        """
+        directory, name = record_dir(key)
+        temp = f"{directory}/{self._writer.temp_name(nbytes)}"
+        self._enter()
+        try:
+            self._total.reserve(nbytes)
+            written = False
+            try:
+                fd = self._create(directory, temp, _WRITE_READ)
+                try:
+                    yield RecordFile(fd, nbytes)
+                    length = os.fstat(fd).st_size
+                finally:
+                    os.close(fd)
+                if length != nbytes:
+                    raise BackendError(f"{length} bytes of {nbytes} were written for {key!r}")
+                written = True
+                self._publish(temp, f"{directory}/{name}")
+            except BaseException:
+                self._discard(temp, nbytes, written)
+                raise
+        except OSError as error:
+            raise fault(error, "write", key) from error
         finally:
             self._leave()
 
@@ -182,7 +261,7 @@ class DiskBackend(Backend[DiskOptions]):
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 return False
-            raise _fault(error, "remove", key) from error
+            raise fault(error, "remove", key) from error
         finally:
             if held >= 0:
                 close_fd(held)
@@ -194,7 +273,7 @@ class DiskBackend(Backend[DiskOptions]):
         try:
             yield from walk(self._fd, shard_id)
         except OSError as error:
-            raise _fault(error, "list", None) from error
+            raise fault(error, "list", None) from error
         finally:
             self._leave()
 
@@ -271,6 +350,8 @@ class DiskBackend(Backend[DiskOptions]):
 
     def _prune(self, directory: str) -> None:
         """Remove the directories of a record if they are empty now; who makes one holds the lock, too."""
+        if not self._prunes:
+            return
         with contextlib.suppress(OSError):
             os.rmdir(directory, dir_fd=self._fd)
             self._dirs.discard(directory)
@@ -318,50 +399,5 @@ class DiskBackend(Backend[DiskOptions]):
             raise BackendError(f"{self._root}/{VERSION_DIR}/{directory} is in the way and not a directory of records")
 
 
-def _fault(error: OSError, verb: str, key: ChunkKey | None) -> BackendError:
-    what = f"disk {verb} {key!r}: {error.strerror}" if key else f"disk {verb}: {error.strerror}"
-    if error.errno in _NO_ROOM:
-        return BackendFull(what)
-    if error.errno in _PASSING:
-        return BackendUnavailable(what)
-    return BackendError(what)
-
-
-def _root_path(path: str) -> Path:
-    if not isinstance(path, str) or not path or "\0" in path:
-        raise ConfigError(f"disk: path must be the name of a directory, got {path!r}")
-    root = Path(path)
-    if path.startswith("~"):
-        try:
-            root = root.expanduser()
-        except RuntimeError as error:
-            raise ConfigError(f"disk: path {path!r}: {error}") from error
-    if not root.is_absolute():
-        raise ConfigError(f"disk: path must be absolute or start with ~, got {path!r}")
-    return root
-
-
-def _open_version_dir(root: Path) -> int:
-    """Create what is missing and return a descriptor of `root/v1`; nothing on the way from `root` may be a link."""
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        root.mkdir(0o700)
-    fd = open_directory(str(root), -1)
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(VERSION_DIR, 0o700, dir_fd=fd)
-        return open_directory(VERSION_DIR, fd)
-    finally:
-        close_fd(fd)
-
-
-@contextlib.contextmanager
-def _naming(root: Path) -> Iterator[None]:
-    """Trouble at open is a ConfigError that names the directory and the cause."""
-    try:
-        yield
-    except OSError as error:
-        cause = error.strerror or str(error)
-        if os.path.islink(root):
-            cause = "it is a symbolic link; name the directory itself"
-        raise ConfigError(f"disk: cannot use {root}: {cause}") from error
+def _why_buffered(direct: str, root: Path) -> str:
+    return "direct is off" if direct == "off" else f"O_DIRECT does not work on {file_system(root)}"

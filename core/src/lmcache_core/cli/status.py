@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from .display import ago, size, table
+from .display import ago, clean, size, table
 from .target import target_of, target_options
 
 
@@ -47,6 +47,9 @@ def lines(status: dict[str, Any]) -> Iterator[str]:
         fill = _fill(tier["records"], tier["used_nbytes"], tier["capacity_nbytes"])
         rows.append((tier["name"], tier["backend"], state[:60], *fill, queued))
     yield from table(rows)
+    for tier in status["tiers"]:
+        if tier.get("description"):
+            yield clean(f"{tier['name']}: {tier['description']}")
 
 
 def _fill(records: int, used: int, capacity: int | None) -> tuple[str, str, str, str]:

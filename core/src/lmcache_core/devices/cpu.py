@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -11,12 +12,33 @@ from typing import Any, Final
 import numpy as np
 
 from ..blocks import check_targets, checked_block_ids
-from ..device import Device, DoneFence, Fence, Pages, Probe
+from ..device import Device, DeviceRecord, DoneFence, Fence, Pages, Probe
 from ..errors import DeviceError
-from ..layout import Layout, Region
+from ..layout import PAGE_NBYTES, Layout, Region
 
 _MAX_COPY_THREADS: Final = 4
 _SHARED_NBYTES: Final = 8 << 20
+
+
+class HostRecord(DeviceRecord):
+    """The CPU's own memory is the host's: page-aligned, for whoever reads files into it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._view = memoryview(mmap.mmap(-1, nbytes))
+
+    @property
+    def memory(self) -> memoryview:
+        return self._view
+
+    def payload(self, nbytes: int) -> memoryview:
+        return self._view[PAGE_NBYTES : PAGE_NBYTES + nbytes]
+
+    def read_header(self) -> memoryview:
+        return memoryview(bytes(self._view[:PAGE_NBYTES]))
+
+    def write_header(self, page: memoryview) -> None:
+        self._view[:PAGE_NBYTES] = page
 
 
 class CpuDevice(Device):
@@ -39,6 +61,9 @@ class CpuDevice(Device):
     @classmethod
     def probe(cls) -> Probe:
         return Probe(1)
+
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        return HostRecord(nbytes)
 
     def gather(
         self,

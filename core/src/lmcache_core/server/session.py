@@ -312,6 +312,7 @@ class Session:
             if extent_id not in self._extents:
                 self._extents.add(extent_id)
                 extent = self._pool.extent(entry)
+                assert extent is not None  # a daemon's records are in its slab
                 self._send_bytes(wire.encode(wire.ExtentOpened(extent_id, extent.nbytes)), extent.fd)
 
 
