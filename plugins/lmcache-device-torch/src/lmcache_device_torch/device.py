@@ -6,13 +6,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lmcache_core import CpuDevice, Device, DeviceError, Fence, Layout, Pages, check_targets
+from lmcache_core import CpuDevice, Device, DeviceError, DeviceRecord, Fence, Layout, Pages, check_targets
 
 from .fences import EventFence
 from .pages import as_arrays, checked, host_bytes, widest
 from .pinning import Pins, Runtime
 from .plan import Piece, Segment, segments
 from .queues import LANES, STAGING_NBYTES, Lane, Queue, StreamQueue
+from .records import TorchRecord
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,11 @@ class TorchDevice(Device):
                 lock.release()
         self._pins.close()
         self._cpu.close()
+
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        if self._is_direct(pages):
+            return self._cpu.staging(nbytes, pages)
+        return TorchRecord(nbytes, pages[0][0].device)
 
     def gather(
         self,

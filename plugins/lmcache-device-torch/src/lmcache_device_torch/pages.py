@@ -42,10 +42,12 @@ def widest(page: torch.Tensor) -> torch.Tensor:
     return page
 
 
-def host_bytes(buffer: memoryview) -> torch.Tensor:
+def host_bytes(buffer: memoryview | torch.Tensor) -> torch.Tensor:
     """A buffer of the slab as a tensor of bytes: no copy, and no complaint about one that is read-only."""
     import torch
 
+    if isinstance(buffer, torch.Tensor):  # of a TorchRecord
+        return buffer
     array = np.frombuffer(buffer, np.uint8)
     memory: Any = (ctypes.c_char * buffer.nbytes).from_address(array.ctypes.data)
     memory.kept = array  # as long as the tensor is
