@@ -21,7 +21,6 @@ from harness.measure import MiB, Options, Timings, check_equal, gibps, paired, r
 from harness.report import Must, Row
 
 from lmcache_core import frame
-from lmcache_core.backends.disk import DiskBackend
 from lmcache_core.buffers import Slab
 from lmcache_core.config import parse_config
 from lmcache_core.events import Events
@@ -47,7 +46,7 @@ def _rows_of(options: Options, chunk_nbytes: int, chunks: int, read: Must, write
     folders = {name: options.directory / f"{name}-{chunk_nbytes}" for name in ("ours", "limit", "peer")}
     for folder in folders.values():
         folder.mkdir()
-    with _Store(folders["ours"], chunk_nbytes, chunks) as store:
+    with Store(folders["ours"], chunk_nbytes, chunks) as store:
         huge = huge_share() > 0.5
 
         def limit() -> Timings:
@@ -79,17 +78,21 @@ def _rows_of(options: Options, chunk_nbytes: int, chunks: int, read: Must, write
         yield measured.row("disk", row, "GiB/s", what, speed, limit=f"huge {what}", peer="none", note=beside)
 
 
-class _Store:
+class Store:
     """A tier over an empty disk store, and the slots that its records leave from and come back to."""
 
-    def __init__(self, folder: Path, chunk_nbytes: int, chunks: int) -> None:
+    def __init__(
+        self, folder: Path, chunk_nbytes: int, chunks: int, backend: str = "disk", more: str = "", shard_id: bytes = b""
+    ) -> None:
         self._chunk_nbytes = chunk_nbytes
-        self._shard_id = os.urandom(16)
+        self._backend = backend
+        self._shard_id = shard_id or os.urandom(16)
         region = Region(name="kv", layers=1, block_tokens=256, block_nbytes=chunk_nbytes, dtype="u1", packing="bench")
         self._layout = Layout(chunk_tokens=256, regions=(region,))
         record_nbytes = frame.record_nbytes(chunk_nbytes)
         capacity_nbytes = 2 * chunks * record_nbytes
-        text = f"{{name: disk, backend: disk, capacity: {capacity_nbytes}, timeout: 60s, options: {{path: {folder}}}}}"
+        options = f"{{path: {folder}{more}}}"
+        text = f"{{name: disk, backend: {backend}, capacity: {capacity_nbytes}, timeout: 60s, options: {options}}}"
         config = parse_config(f"tiers: [{text}]", "benchmark", environ={})
         self._events = Events(None)
         self._tier = open_tier(
@@ -106,9 +109,7 @@ class _Store:
     @property
     def direct(self) -> bool:
         """Whether the store bypasses the page cache."""
-        backend = self._tier.backend
-        assert isinstance(backend, DiskBackend)
-        return backend.io_mode == "direct"
+        return self._tier.status().description.startswith("direct")
 
     def _slot(self, nbytes: int) -> memoryview:
         slot = self._slab.take(nbytes)
@@ -118,20 +119,32 @@ class _Store:
         return view
 
     def round(self) -> Timings:
-        keys = [ChunkKey(self._shard_id + os.urandom(32)) for _ in self._sources]
-        for key, source, target in zip(keys, self._sources, self._targets, strict=True):
+        keys = self.new_keys()
+        figures = {"write": self.write(keys), "read": self.read(keys)}
+        self.remove(keys)
+        return figures
+
+    def new_keys(self) -> list[ChunkKey]:
+        return [ChunkKey(self._shard_id + os.urandom(32)) for _ in self._sources]
+
+    def write(self, keys: list[ChunkKey]) -> float:
+        for key, source in zip(keys, self._sources, strict=True):
             nbytes = self._chunk_nbytes
             frame.pack(Frame(key, 0, self._layout.fingerprint, nbytes, nbytes, 0), source[:PAGE_NBYTES])
+        return seconds(lambda: self._all("stored", lambda done: self._tier.store(self._stores(keys, done))))
+
+    def read(self, keys: list[ChunkKey]) -> float:
+        """Seconds; what was read is compared with what this store, or another with the same payloads, wrote."""
+        for target in self._targets:
             np.frombuffer(target, np.uint8).fill(0)
-        figures = {
-            "write": seconds(lambda: self._all("stored", lambda done: self._tier.store(self._stores(keys, done)))),
-            "read": seconds(lambda: self._all("loaded", lambda done: self._tier.load(self._loads(keys, done)))),
-        }
+        taken = seconds(lambda: self._all("loaded", lambda done: self._tier.load(self._loads(keys, done))))
         for number, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
-            check_equal(_payload(target), _payload(source), f"disk record {number}")
+            check_equal(_payload(target), _payload(source), f"{self._backend} record {number}")
+        return taken
+
+    def remove(self, keys: list[ChunkKey]) -> None:
         self._tier.remove(keys, "removed")
         assert self._tier.drain(TIMEOUT_S), "the removal did not end"
-        return figures
 
     def _stores(self, keys: list[ChunkKey], done: Callable[[str], None]) -> list[StoreItem]:
         return [
@@ -160,7 +173,7 @@ class _Store:
         assert ended.wait(TIMEOUT_S), f"{len(reasons)} of {len(self._sources)} records {what}"
         assert not any(reasons), f"not {what}: {[reason for reason in reasons if reason][:3]}"
 
-    def __enter__(self) -> _Store:
+    def __enter__(self) -> Store:
         return self
 
     def __exit__(self, *exc: object) -> None:
