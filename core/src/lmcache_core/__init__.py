@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .client.cache import RemoteCache, connect
     from .codec import Codec, Identity
     from .config import CacheConfig, TierConfig, load_config
-    from .device import Device, DoneFence, Fence, Pages, Probe
+    from .device import Device, DoneFence, Fence, Pages, Probe, SupportsPaths
     from .devices.cpu import CpuDevice
     from .diagnosis import Diagnosis, SupportsDiagnosis
     from .errors import (
@@ -114,6 +114,7 @@ __all__ = [
     "Shard",
     "SupportsDiagnosis",
     "SupportsListing",
+    "SupportsPaths",
     "SupportsRegistration",
     "SupportsUnregistration",
     "TierConfig",
@@ -140,7 +141,7 @@ _MODULES: Final = {
     "client.cache": "RemoteCache connect",
     "codec": "Codec Identity",
     "config": "CacheConfig TierConfig load_config",
-    "device": "Device DoneFence Fence Pages Probe",
+    "device": "Device DoneFence Fence Pages Probe SupportsPaths",
     "diagnosis": "Diagnosis SupportsDiagnosis",
     "devices.cpu": "CpuDevice",
     "errors": "BackendError BackendFull BackendUnavailable CacheError CapacityError ChunkCorrupt ConfigError "

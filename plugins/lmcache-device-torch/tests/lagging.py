@@ -39,6 +39,7 @@ class LaggingQueue:
 
     def __init__(self) -> None:
         self.native = self
+        self.handle = 0
         self.failed: list[BaseException] = []
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lagging")

@@ -111,7 +111,7 @@ def test_the_cuda_runtime_is_called_with_the_pages_device_current(monkeypatch: p
     monkeypatch.setattr(torch, "cuda", simulated)
     CudartRuntime().pin(SECOND, 4096, 100)
     CudartRuntime().unpin(SECOND, 4096)
-    assert simulated.called == [("register", 4096, 100, 1, SECOND), ("unregister", 4096, SECOND)]
+    assert simulated.called == [("register", 4096, 100, 3, SECOND), ("unregister", 4096, SECOND)]
 
 
 def test_an_error_of_the_cuda_runtime_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:

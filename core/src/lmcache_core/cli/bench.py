@@ -8,7 +8,9 @@ import click
 
 from . import LazyGroup
 
-COMMANDS: Final[dict[str, tuple[str, str]]] = {}
+COMMANDS: Final[dict[str, tuple[str, str]]] = {
+    "device": (".bench_device", "Measure the ways on which a device copies, and use the fastest from now on."),
+}
 
 
 @click.group("bench", cls=LazyGroup, own=COMMANDS, under="bench.", help="Measure a store, a device or a server.")
