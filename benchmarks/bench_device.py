@@ -31,7 +31,7 @@ from harness.measure import (
 from harness.report import Must, Row
 
 from lmcache_core import plugins
-from lmcache_core.device import Device, Probe
+from lmcache_core.device import Device, Probe, SupportsPaths
 from lmcache_core.devices.cpu import CpuDevice
 
 LAYERS, BLOCKS, BLOCK_NBYTES = 32, 64, 16 << 10
@@ -126,7 +126,21 @@ def _subjects(plain: Bytes, data: Bytes) -> Iterator[Subject]:
     for offer in plugins.discover(plugins.DEVICES):
         kind: type[Device] = plugins.load_offer(offer)
         if kind.torch_type != "cpu" and kind.probe().count:
-            yield _accelerator(offer.name, kind(), data)
+            yield from _accelerators(offer.name, kind, data)
+
+
+def _accelerators(name: str, kind: type[Device], data: Bytes) -> Iterator[Subject]:
+    """One for each of its paths that can be used here."""
+    first = kind()
+    paths = [""]
+    if isinstance(first, SupportsPaths):
+        paths = [path for path in first.path_names if path not in first.unusable()]
+    first.close()
+    for path in paths:
+        device = kind()
+        if isinstance(device, SupportsPaths):
+            device.use(gather=path, scatter=path)
+        yield _accelerator(f"{name}, {path}" if path else name, device, data)
 
 
 def _accelerator(name: str, device: Device, data: Bytes) -> Subject:
