@@ -39,6 +39,8 @@ class SimulatedLibrary(SimpleNamespace):
             if names is CUDA:
                 order, first = _at(attributes, ctypes.c_int)[0], _at(rest[0], _SIZE)[0]
                 assert (order, first, attributed) == (1, 0, 1), "in the stream's order, for all copies"
+            else:
+                assert (attributes, rest[0], attributed) == (None, None, 0), "HIP takes no attributes"
             for index in reversed(range(count)):  # in any order
                 ends = _at(targets, _ADDRESS)[index], _at(sources, _ADDRESS)[index]
                 ctypes.memmove(*ends, _at(sizes, _SIZE)[index])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -149,6 +150,29 @@ def test_the_pieces_of_a_block_are_where_torch_finds_them(
         start = page.storage_offset() + block * found.block_stride // nbytes
         pieces = [range(start + at // nbytes, start + (at + found.run_nbytes) // nbytes) for at in found.runs]
         assert [place for piece in pieces for place in piece] == numbered[block].reshape(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("page", "places", "width"),
+    [
+        (torch.zeros(4, 24, dtype=torch.uint8), (4096, 8), 8),
+        (torch.zeros(4, 24, dtype=torch.uint8), (4096, 4), 4),
+        (torch.zeros(4, 24, dtype=torch.uint8), (4097, 8), 1),
+        (torch.zeros(4, 6, dtype=torch.int16), (4096,), 4),
+        (torch.zeros(4, 2, 12, dtype=torch.int16)[:, :, :8], (4096,), 8),
+        (torch.zeros(4, 2, 10, dtype=torch.int16)[:, :, :8], (4096,), 4),
+        (torch.zeros(4, 8, 4, dtype=torch.int16).swapaxes(1, 2), (4096,), 2),
+        (torch.zeros(4, 8, 4, dtype=torch.int16).swapaxes(1, 2), (4097,), 1),
+    ],
+)
+def test_integers_are_as_wide_as_every_place_allows(page: torch.Tensor, places: tuple[int, ...], width: int) -> None:
+    found = geometry_of(page)
+    assert found.width(*places) == width
+    sizes, strides = found.as_integers(width)
+    assert math.prod(sizes) * width == page[0].numel() * page.element_size()
+    reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) * width + width
+    of_torch = sum((size - 1) * stride for size, stride in zip(page.shape[1:], page.stride()[1:], strict=True)) + 1
+    assert reach == of_torch * page.element_size()
 
 
 LAYOUT = Layout(
