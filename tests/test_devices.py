@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import lmcache_device_cuda
 import lmcache_device_torch.vendor
 from lmcache_core import ConfigError, DeviceError, choice
+from lmcache_core.cli import main
 from lmcache_core.cli.doctor import command
 from lmcache_core.config import PluginsConfig
 from lmcache_core.opening import open_device
@@ -142,6 +143,17 @@ def test_the_start_and_doctor_say_by_which_path_a_device_copies(
     start, found = said()
     assert "was measured with another driver; `lmc bench device`" in start
     assert "was measured with another driver" in found
+
+
+def test_the_copies_of_an_accelerators_package_are_measured_on_the_cpu_without_it(tmp_path: Path) -> None:
+    asked = ["bench", "device", "cuda", "--on", "cpu", "--chunks", "1", "--rounds", "1", "--json"]
+    said = CliRunner().invoke(main, asked, env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.stdout)
+    assert found["pages"] == "torch tensors in the CPU's memory"
+    assert {figure["path"] for figure in found["figures"]} == {"direct"}
+    assert (found["choice"], found["kept"]) == (None, None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_doctor_warns_of_cards_that_this_torch_cannot_use(machine: SimulatedMachine, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class LaggingQueue:
                 work()
             except BaseException as error:
                 self.failed.append(error)
+            del work  # and what it holds
 
     def run(self, work: Callable[[], None]) -> None:
         self._work.put(work)

@@ -27,7 +27,7 @@ class SimulatedLibrary(SimpleNamespace):
 
     def __init__(self, names: Names, version: int = 12080, *, batches: bool = True, result: int = 0) -> None:
         super().__init__()
-        self.calls: deque[tuple[int, int, int]] = deque(maxlen=100)
+        self.calls: deque[tuple[int, int, int]] = deque(maxlen=10)
         self.result = result
         fails = () if names is CUDA and version >= 13000 else (_ADDRESS,)
         batch = ctypes.CFUNCTYPE(

@@ -24,8 +24,14 @@ from .display import table
 _CLEARLY: Final = 1.05
 """How many times as fast as the first path another has to be."""
 
+_HELP: Final = """Measure the ways on which a device copies, and use the fastest from now on.
 
-@click.command("device", help="Measure the ways on which a device copies, and use the fastest from now on.")
+NAME is a device plugin's; by default the accelerator that is here, or the CPU.  Copied are chunks of 256 tokens of a
+model with 8 billion parameters, in blocks of 16 tokens, in order and scattered, beside one large copy.
+"""
+
+
+@click.command("device", help=_HELP)
 @click.argument("name", required=False, default="auto")
 @click.option("--on", type=click.Choice(["cpu"]), help="Pages in the CPU's memory; the accelerator need not be there.")
 @click.option("--chunks", type=click.IntRange(1, 64), default=8, show_default=True, help="32 MiB each.")
@@ -33,10 +39,7 @@ _CLEARLY: Final = 1.05
 @click.option("--no-keep", is_flag=True, help="Only measure: what is used stays as it is.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object instead of a table.")
 def command(name: str, on: str | None, chunks: int, rounds: int, no_keep: bool, as_json: bool) -> None:
-    """NAME is a device plugin's; by default the accelerator that is here, or the CPU.
-
-    Chunks of 256 tokens of a model with 8 billion parameters, in blocks of 16 tokens: in order, and scattered.
-    """
+    """Nothing of it is on the path of a request: the choice is read when a cache is opened."""
     with contextlib.redirect_stdout(sys.stderr):
         if on is None:
             name, device = open_device(name, PluginsConfig())

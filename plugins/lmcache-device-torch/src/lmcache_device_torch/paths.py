@@ -56,7 +56,7 @@ class Transfer:
 
     @property
     def hosts(self) -> list[int]:
-        return [np.frombuffer(buffer, np.uint8).ctypes.data for buffer in self.buffers]
+        return [np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] for buffer in self.buffers]
 
     def planes(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """(pages of one layer, its place in a chunk, bytes of a block) for each layer that is wanted."""
