@@ -2,7 +2,8 @@
 
 `cpu` is core's device on numpy pages, `torch` is lmcache-device-torch on tensors of the CPU; their limit is np.copyto.
 An accelerator that is here has rows of its own, whose limit is one large copy between its memory and pinned memory.
-Chunks are those of a model with 8 billion parameters (128 KiB for each token): 32 layers of 64 blocks.
+Chunks are those of a model with 8 billion parameters (128 KiB for each token): 32 layers of 64 blocks.  Besides, how
+long another thread waits for the GIL meanwhile, at most.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from harness.caches import layout_of
+from harness.gil import longest_without
 from harness.measure import (
     Bytes,
     MiB,
@@ -20,6 +22,7 @@ from harness.measure import (
     Timings,
     check_equal,
     gibps,
+    milliseconds,
     paired,
     private_buffer,
     random_bytes,
@@ -28,7 +31,7 @@ from harness.measure import (
 from harness.report import Must, Row
 
 from lmcache_core import plugins
-from lmcache_core.device import Device, Probe
+from lmcache_core.device import Device, Probe, SupportsPaths
 from lmcache_core.devices.cpu import CpuDevice
 
 LAYERS, BLOCKS, BLOCK_NBYTES = 32, 64, 16 << 10
@@ -66,12 +69,22 @@ def rows(options: Options) -> Iterator[Row]:
 
         def ours(device: Device = device, pages: Any = pages) -> Timings:
             slots.fill(0)
-            gathered = seconds(lambda: _wait(device.gather(pages, ids, layout, records)))
+
+            def gather() -> None:
+                _wait(device.gather(pages, ids, layout, records))
+
+            def scatter() -> None:
+                _wait(device.scatter(records, layout, pages, ids))
+
+            found = {"gather": seconds(gather)}
             check_equal(slots, wanted, "gather")
-            return {"gather": gathered, "scatter": seconds(lambda: _wait(device.scatter(records, layout, pages, ids)))}
+            found["scatter"] = seconds(scatter)
+            return found | {"gather, GIL": longest_without(gather), "scatter, GIL": longest_without(scatter)}
 
         def limit(subject: Subject = subject) -> Timings:
-            return {"gather": seconds(subject.out), "scatter": seconds(subject.back)}
+            found = {"gather": seconds(subject.out), "scatter": seconds(subject.back)}
+            gil = {"gather, GIL": longest_without(subject.out), "scatter, GIL": longest_without(subject.back)}
+            return found | gil
 
         try:
             measured = paired(options, {"ours": ours, "limit": limit})
@@ -82,6 +95,10 @@ def rows(options: Options) -> Iterator[Row]:
             yield measured.row(
                 "device", f"{what}, {subject.name}", "GiB/s", what, gibps(nbytes), must=Must(ratio_limit=subject.must),
                 note=f"{chunks} chunks of {layout.nbytes // MiB} MiB, blocks of 16 KiB; limit: {subject.limit}",
+            )  # fmt: skip
+            yield measured.row(
+                "device", f"longest wait for the GIL, {what}, {subject.name}", "ms", f"{what}, GIL", milliseconds,
+                must=Must(at_most=1.0), note=f"of another thread while that is copied; limit: {subject.limit}",
             )  # fmt: skip
 
 
@@ -109,7 +126,21 @@ def _subjects(plain: Bytes, data: Bytes) -> Iterator[Subject]:
     for offer in plugins.discover(plugins.DEVICES):
         kind: type[Device] = plugins.load_offer(offer)
         if kind.torch_type != "cpu" and kind.probe().count:
-            yield _accelerator(offer.name, kind(), data)
+            yield from _accelerators(offer.name, kind, data)
+
+
+def _accelerators(name: str, kind: type[Device], data: Bytes) -> Iterator[Subject]:
+    """One for each of its paths that can be used here."""
+    first = kind()
+    paths = [""]
+    if isinstance(first, SupportsPaths):
+        paths = [path for path in first.path_names if path not in first.unusable()]
+    first.close()
+    for path in paths:
+        device = kind()
+        if isinstance(device, SupportsPaths):
+            device.use(gather=path, scatter=path)
+        yield _accelerator(f"{name}, {path}" if path else name, device, data)
 
 
 def _accelerator(name: str, device: Device, data: Bytes) -> Subject:

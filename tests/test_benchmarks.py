@@ -150,3 +150,16 @@ def test_replayed_policies_find_no_more_than_there_is_and_tell_a_scan_from_a_ses
     assert bench.hit_chunks(trace, None, 0) == repeated
     assert bench.hit_chunks(trace, LRU(), 1 << 30) == repeated
     assert bench.hit_chunks(trace, LRU(), 512) < bench.hit_chunks(trace, S3FIFO(), 512) < repeated
+
+
+def test_the_script_for_the_day_with_an_accelerator_works_without_one(tmp_path: Path) -> None:
+    script = [sys.executable, str(BENCHMARKS / "on_device.py"), "cpu", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (path,) = tmp_path.glob("device-cpu-*-quick.json")
+    found = json.loads(path.read_text())
+    assert found["versions"]["lmcache-core"]
+    assert {law["outcome"] for law in found["laws"]["laws"]} == {"passed"}
+    assert {figure["path"] for figure in found["paths"]["figures"]} == {"direct"}
+    assert {"gather, cpu", "longest wait for the GIL, scatter, cpu"} <= {row["row"] for row in found["benchmark"]}
+    assert set(found["missed"]) <= {row["row"] for row in found["benchmark"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import lmcache_device_cuda
 import lmcache_device_torch.vendor
-from lmcache_core import ConfigError, DeviceError
+from lmcache_core import ConfigError, DeviceError, choice
+from lmcache_core.cli import main
 from lmcache_core.cli.doctor import command
 from lmcache_core.config import PluginsConfig
 from lmcache_core.opening import open_device
@@ -105,6 +108,52 @@ def test_doctor_explains_each_absence_in_one_line(machine: SimulatedMachine, tmp
     assert sorted(line["text"].partition(":")[0] for line in lines) == list(OURS)
     assert {line["level"] for line in lines} == {"note"}
     assert all("none here: no " in line["text"] for line in lines)
+
+
+def test_the_start_and_doctor_say_by_which_path_a_device_copies(
+    machine: SimulatedMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    machine.nvidia(2).cuda_torch()
+
+    def said() -> tuple[str, str]:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            chosen()
+        (start,) = [record.getMessage() for record in caplog.records if "copies by" in record.getMessage()
+                    or "measured on" in record.getMessage()]  # fmt: skip
+        lines = [line["text"] for line in doctor(tmp_path)]
+        (found,) = [line for line in lines if line.startswith("cuda: copies by") or "as measured on" in line]
+        return start, found
+
+    assert said() == (
+        "device cuda: copies by staged; `lmc bench device` measures the others",
+        "cuda: copies by staged, none was measured here",
+    )
+    kind = lmcache_device_cuda.CudaDevice
+    identity = dict(kind.identity())
+    assert identity["hardware"] == "2 x 10de:2335"
+    assert identity["driver"] == "nvidia 570.86.15"
+    assert identity["torch"] == "torch 2.9.0+cu128, built for CUDA 12.8"
+    mine = choice.Choice(gather="kernel", scatter="batch", measured_on="2026-11-30", identity=identity)
+    choice.keep("cuda", mine)
+    line = "gather by kernel, scatter by batch, as measured on 2026-11-30"
+    assert said() == (f"device cuda: {line}", f"cuda: {line}")
+    choice.keep("cuda", dataclasses.replace(mine, identity={**identity, "driver": "nvidia 1"}))
+    start, found = said()
+    assert "was measured with another driver; `lmc bench device`" in start
+    assert "was measured with another driver" in found
+
+
+def test_the_copies_of_an_accelerators_package_are_measured_on_the_cpu_without_it(tmp_path: Path) -> None:
+    asked = ["bench", "device", "cuda", "--on", "cpu", "--chunks", "1", "--rounds", "1", "--json"]
+    said = CliRunner().invoke(main, asked, env={"XDG_CACHE_HOME": str(tmp_path)})
+    assert said.exit_code == 0, said.output
+    found = json.loads(said.stdout)
+    assert found["pages"] == "torch tensors in the CPU's memory"
+    assert {figure["path"] for figure in found["figures"]} == {"direct"}
+    assert (found["choice"], found["kept"]) == (None, None)
+    assert not list(tmp_path.iterdir())
 
 
 def test_doctor_warns_of_cards_that_this_torch_cannot_use(machine: SimulatedMachine, tmp_path: Path) -> None:

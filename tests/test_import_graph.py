@@ -21,7 +21,7 @@ LAYERS = (
     {"keys", "layout", "buffers"},
     {"frame", "backend", "device", "codec", "policy", "chain", "groups", "cache", "hookspecs"},
     {"blocks"},
-    {"backends", "devices", "policies", "hooks_log"},
+    {"backends", "devices", "policies", "hooks_log", "choice"},
     {"units", "spelling", "nodes", "options"},
     {"endpoints", "trace"},
     {"plugins", "config", "settings"},

@@ -550,6 +550,59 @@ class LosesRegisteredMemory(Model):
         return DoneFence() if self.registered else super().run(copy)
 
 
+class WithPaths(Model):
+    """Correct, and a mutant where it says so."""
+
+    path_names: ClassVar[tuple[str, ...]] = ("slow", "fast")
+    gathers = scatters = "slow"
+
+    @classmethod
+    def identity(cls) -> dict[str, str]:
+        return {"card": "model"}
+
+    def unusable(self) -> dict[str, str]:
+        return {}
+
+    def use(self, *, gather: str, scatter: str) -> None:
+        if not {gather, scatter} <= set(self.path_names):
+            raise DeviceError("no such path")
+        self.gathers, self.scatters = gather, scatter
+
+
+@breaks("every_path_copies_the_same_bytes")
+class GathersTheWrongBlocksFast(WithPaths):
+    def copy_out(
+        self, pages: Pages, ids: Sequence[int], layout: Layout, out: Sequence[memoryview], layers: range | None
+    ) -> None:
+        super().copy_out(pages, list(ids)[::-1] if self.gathers == "fast" else ids, layout, out, layers)
+
+
+@breaks("every_path_copies_the_same_bytes")
+class ForgetsTheSkipWhenFast(WithPaths):
+    def copy_in(
+        self,
+        src: Sequence[memoryview],
+        layout: Layout,
+        pages: Pages,
+        ids: Sequence[int],
+        layers: range | None,
+        skip: int,
+    ) -> None:
+        super().copy_in(src, layout, pages, ids, layers, 0 if self.scatters == "fast" else skip)
+
+
+@breaks("a_path_that_there_is_not_is_refused")
+class TakesAnyPath(WithPaths):
+    def use(self, *, gather: str, scatter: str) -> None:
+        self.gathers, self.scatters = gather, scatter
+
+
+@breaks("a_path_that_there_is_not_is_refused")
+class LooksAtOneDirection(WithPaths):
+    def use(self, *, gather: str, scatter: str) -> None:
+        super().use(gather=gather, scatter=gather)
+
+
 @breaks("close_twice_is_fine_and_leaves_no_thread")
 class ClosesOnlyOnce(Model):
     closed = False

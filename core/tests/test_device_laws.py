@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from device_mutants import LEFT, MUTANTS, InThreads, KeepsHistory, Model
+from device_mutants import LEFT, MUTANTS, InThreads, KeepsHistory, Model, WithPaths
 
 from lmcache_core.device import Probe
 from lmcache_core.devices.cpu import CpuDevice
@@ -35,6 +35,10 @@ class TestCpuDeviceOnSeveralThreads(DeviceLaws):
 
 class TestModel(DeviceLaws):
     device_class = Model
+
+
+class TestModelWithPaths(DeviceLaws):
+    device_class = WithPaths
 
 
 class TestModelThatCopiesLater(DeviceLaws):

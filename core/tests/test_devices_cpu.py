@@ -12,6 +12,7 @@ from gil_probe import releases_gil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lmcache_core.devices.cpu
 from lmcache_core.devices.cpu import CpuDevice
 from lmcache_core.errors import DeviceError
 from lmcache_core.layout import Layout, Region
@@ -372,6 +373,31 @@ def test_copies_release_the_gil(kind: Callable[[int], Any], order: str) -> None:
     alone = CpuDevice(copy_threads=1)  # waiting for other threads would release it in any case
     assert releases_gil(lambda: alone.gather(engine.pages, ids, LARGE, out))
     assert releases_gil(lambda: alone.scatter(out, LARGE, engine.pages, ids))
+
+
+@pytest.mark.parametrize(("copy_s", "naps"), [(110e-6, 7), (200e-6, 0)])
+def test_a_thread_that_waits_for_the_gil_has_it_between_short_copies_too(
+    copy_s: float, naps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    class Clock:
+        """Every copy takes as long."""
+
+        now = 0.0
+
+        def perf_counter(self) -> float:
+            self.now += copy_s
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            slept.append(seconds)
+
+    monkeypatch.setattr(lmcache_core.devices.cpu, "time", Clock())
+    layout = Layout(chunk_tokens=4, regions=(region("kv", 35, 64),))
+    engine = Engine.of(layout)
+    DEVICE.gather(engine.pages, [1], layout, buffers(layout, 1))
+    assert slept == [1e-6] * naps
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])

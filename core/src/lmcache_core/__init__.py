@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .client.cache import RemoteCache, connect
     from .codec import Codec, Identity
     from .config import CacheConfig, TierConfig, load_config
-    from .device import Device, DeviceRecord, DoneFence, Fence, Pages, Probe, SupportsStaging
+    from .device import Device, DeviceRecord, DoneFence, Fence, Pages, Probe, SupportsPaths, SupportsStaging
     from .devices.cpu import CpuDevice
     from .diagnosis import Diagnosis, SupportsDiagnosis
     from .errors import (
@@ -125,6 +125,7 @@ __all__ = [
     "SupportsDeviceIO",
     "SupportsDiagnosis",
     "SupportsListing",
+    "SupportsPaths",
     "SupportsRegistration",
     "SupportsStaging",
     "SupportsUnregistration",
@@ -153,7 +154,7 @@ _MODULES: Final = {
     "client.cache": "RemoteCache connect",
     "codec": "Codec Identity",
     "config": "CacheConfig TierConfig load_config",
-    "device": "Device DeviceRecord DoneFence Fence Pages Probe SupportsStaging",
+    "device": "Device DeviceRecord DoneFence Fence Pages Probe SupportsPaths SupportsStaging",
     "diagnosis": "Diagnosis SupportsDiagnosis",
     "devices.cpu": "CpuDevice",
     "errors": "BackendError BackendFull BackendUnavailable CacheError CapacityError ChunkCorrupt ConfigError "

@@ -45,5 +45,5 @@ def check_targets(ids: BlockIds, layout: Layout, skip_blocks: int) -> None:
     """DeviceError unless each block that a scatter writes is written once."""
     if not 0 <= skip_blocks <= layout.blocks(layout.regions[0]):
         raise DeviceError(f"skip_blocks {skip_blocks} is not a number of blocks of the first chunk")
-    if len(set(ids[skip_blocks:].tolist())) != len(ids[skip_blocks:]):
+    if len(np.unique(ids[skip_blocks:])) != len(ids[skip_blocks:]):
         raise DeviceError("a block id occurs twice: two chunks would overwrite each other")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -137,3 +137,24 @@ class Device(ABC):
         after: Fence | None = None,
     ) -> Fence:
         """The inverse of `gather`; the first `skip_blocks` blocks of the first buffer are left as they are."""
+
+
+@runtime_checkable
+class SupportsPaths(Protocol):
+    """Optional for a device that can copy in several ways: `lmc bench device` measures which is the fastest here."""
+
+    path_names: ClassVar[tuple[str, ...]]
+    """The first is used until `use` says otherwise."""
+
+    @classmethod
+    def identity(cls) -> Mapping[str, str]:
+        """What a measurement is good for: hardware, driver and versions, without initialising the device."""
+        ...
+
+    def unusable(self) -> Mapping[str, str]:
+        """Paths that cannot be used here, or that no copy could take since the last `use`, each with the reason."""
+        ...
+
+    def use(self, *, gather: str, scatter: str) -> None:
+        """Copy by these paths from now on, and by the first one what they cannot; DeviceError for one unheard of."""
+        ...

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from . import plugins
+from . import choice, plugins
 from .backend import Backend, Context
 from .buffers import Slab
 from .client.cache import RemoteCache, connect
@@ -226,7 +226,7 @@ def open_device(name: str, use: PluginsConfig) -> tuple[str, Device]:
         probe = kind.probe()
         if not probe.count:
             raise DeviceError(f"device {name!r} is not there: {probe.reason}")
-        return name, kind()
+        return name, _started(name, kind)
     found: list[tuple[str, type[Device]]] = []
     absent: list[str] = []
     for offer in plugins.discover(plugins.DEVICES):
@@ -242,10 +242,16 @@ def open_device(name: str, use: PluginsConfig) -> tuple[str, Device]:
         names = ", ".join(sorted(name for name, _ in found))
         raise ConfigError(f"device: auto finds more than one device here ({names}); name the one to use")
     if found:
-        return found[0][0], found[0][1]()
+        return found[0][0], _started(*found[0])
     if absent:
         log.info("device: auto means cpu; %s", "; ".join(absent))
     return "cpu", _load(plugins.DEVICES, "cpu", use)()
+
+
+def _started(name: str, kind: type[Device]) -> Device:
+    device = kind()
+    choice.apply(name, device)
+    return device
 
 
 def _load(group: str, name: str, use: PluginsConfig) -> type[Any]:

@@ -39,6 +39,7 @@ class LaggingQueue:
 
     def __init__(self) -> None:
         self.native = self
+        self.handle = 0
         self.failed: list[BaseException] = []
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lagging")
@@ -50,6 +51,7 @@ class LaggingQueue:
                 work()
             except BaseException as error:
                 self.failed.append(error)
+            del work  # and what it holds
 
     def run(self, work: Callable[[], None]) -> None:
         self._work.put(work)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lmcache_device_torch import Host
-from lmcache_device_torch.simulation import SimulatedMachine
+from lmcache_device_torch.identity import identities
+from lmcache_device_torch.simulation import NVIDIA, SimulatedMachine
 
 
 def test_the_torch_that_is_installed_is_read_as_it_says_of_itself() -> None:
@@ -50,6 +51,25 @@ def test_a_torch_that_says_nothing_of_itself_breaks_nothing(tmp_path: Path, cont
     found = machine.host.torch()
     assert found is not None
     assert (found.kind, found.version) == ("cpu", "of unknown version")
+
+
+def test_a_card_has_the_name_that_its_driver_gives_it(tmp_path: Path) -> None:
+    machine = SimulatedMachine(tmp_path).nvidia(2)
+    driver = machine.host.path("proc/driver/nvidia/gpus/0000:1b:00.0")
+    driver.mkdir(parents=True)
+    (driver / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 4\n")
+    assert [each.name for each in identities(machine.host, NVIDIA)] == ["NVIDIA H200", ""]
+    assert "10de:2335), NVIDIA H200, driver nvidia" in str(identities(machine.host, NVIDIA)[0])
+
+
+def test_a_version_is_read_without_importing(tmp_path: Path) -> None:
+    machine = SimulatedMachine(tmp_path)
+    assert machine.host.version("triton") == "none"
+    info = tmp_path / "site-packages" / "triton-3.5.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: triton\nVersion: 3.5.0\n")
+    assert machine.host.version("triton") == "3.5.0"
+    assert Host().version("torch").partition("+")[0] == torch.__version__.partition("+")[0]
 
 
 def test_a_folder_that_is_called_torch_is_no_torch(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from test_library import SimulatedLibrary
 
 from lmcache_core import DeviceError
-from lmcache_device_torch import CudartRuntime
+from lmcache_device_torch import CUDA, CudartRuntime, RuntimeLibrary
 from lmcache_device_torch.pinning import Pins
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -23,10 +24,11 @@ class SimulatedRuntime:
         self.pinned: dict[int, torch.device] = {}
         self.refusal = refusal
 
-    def pin(self, device: torch.device, address: int, nbytes: int) -> None:
+    def pin(self, device: torch.device, address: int, nbytes: int) -> int | None:
         if self.refusal:
             raise DeviceError(self.refusal)
         self.pinned[address] = device
+        return None
 
     def unpin(self, device: torch.device, address: int) -> None:
         if self.pinned.pop(address, None) != device:
@@ -48,6 +50,36 @@ def test_memory_is_pinned_at_its_first_copy_for_the_device_of_the_pages() -> Non
     pins.forget(4096)
     pins.close()
     assert not runtime.pinned
+
+
+def test_kernels_find_every_part_of_pinned_memory_and_no_other() -> None:
+    class Mapping(SimulatedRuntime):
+        def pin(self, device: torch.device, address: int, nbytes: int) -> int | None:
+            super().pin(device, address, nbytes)
+            return address + (1 << 20) if address < 8192 else None
+
+    pins = Pins("cuda", Mapping())
+    pins.note(4096, 100)
+    assert pins.mapped(4096, 100) is None
+    pins.pin_noted(FIRST)
+    moved = 1 << 20
+    assert pins.mapped(4096, 100) == 4096 + moved
+    assert pins.mapped(4100, 96) == 4100 + moved
+    assert pins.mapped(4100, 97) is None
+    assert pins.mapped(4095, 10) is None
+    pins.note(8192, 100)
+    pins.pin_noted(FIRST)
+    assert pins.mapped(8192, 100) is None
+    pins.forget(4096)
+    assert pins.mapped(4096, 100) is None
+    pins.close()
+
+
+def test_the_runtime_is_asked_where_kernels_find_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", SimulatedCudart())
+    assert CudartRuntime(RuntimeLibrary(CUDA, SimulatedLibrary(CUDA))).pin(FIRST, 4096, 100) == 4097
+    assert CudartRuntime(RuntimeLibrary(CUDA, SimulatedLibrary(CUDA, result=1))).pin(FIRST, 4096, 100) is None
+    assert CudartRuntime().pin(FIRST, 4096, 100) is None
 
 
 def test_memory_that_was_let_go_before_its_first_copy_is_never_pinned() -> None:
@@ -111,7 +143,7 @@ def test_the_cuda_runtime_is_called_with_the_pages_device_current(monkeypatch: p
     monkeypatch.setattr(torch, "cuda", simulated)
     CudartRuntime().pin(SECOND, 4096, 100)
     CudartRuntime().unpin(SECOND, 4096)
-    assert simulated.called == [("register", 4096, 100, 1, SECOND), ("unregister", 4096, SECOND)]
+    assert simulated.called == [("register", 4096, 100, 3, SECOND), ("unregister", 4096, SECOND)]
 
 
 def test_an_error_of_the_cuda_runtime_is_a_device_error(monkeypatch: pytest.MonkeyPatch) -> None:

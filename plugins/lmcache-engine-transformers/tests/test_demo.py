@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +104,17 @@ def test_the_demo_fails_when_the_answers_differ(
     assert "NOT the same" in capsys.readouterr().out
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose name leaves room for that of a socket, which may have 107 bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="lmc-") as folder:
+        yield Path(folder)
+
+
 def test_through_a_daemon_a_second_demo_hits_what_the_first_stored(
-    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny: Path, tmp_path: Path, short: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    socket = tmp_path / "s"
+    socket = short / "s"
     arguments = ["--json", "--socket", str(socket), "--plot", str(tmp_path / "demo.png")]
     monkeypatch.setenv("LMCACHE__SOCKET_TIMEOUT", "10s")  # the machine may be busy
     command_line = [sys.executable, "-m", "lmcache_core.cli", "serve", "--socket", str(socket)]

@@ -10,6 +10,7 @@ from . import LazyGroup
 
 COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "backend": (".bench_backend", "Measure a store through a tier, and say how to set it up."),
+    "device": (".bench_device", "Measure the ways on which a device copies, and use the fastest from now on."),
 }
 
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from lmcache_core import __version__, plugins
+from lmcache_core import __version__, choice, plugins
 from lmcache_core.config import CacheConfig, find_config
+from lmcache_core.device import SupportsPaths
 from lmcache_core.diagnosis import Diagnosis, Level, SupportsDiagnosis
 from lmcache_core.errors import CacheError, PluginError
 
@@ -90,6 +91,7 @@ def devices(config: CacheConfig) -> Iterator[Diagnosis]:
         if probe.count:
             yield Diagnosis("ok", f"{offer.name}: {probe.count} here{f' ({probe.reason})' if probe.reason else ''}")
             there += [offer.name] if offer.name != "cpu" else []
+            yield from _paths(kind, offer.name)
         else:
             level: Level = "error" if wanted else "note"
             yield Diagnosis(level, f"{offer.name}: none here: {probe.reason or 'it does not say why'}")
@@ -100,6 +102,18 @@ def devices(config: CacheConfig) -> Iterator[Diagnosis]:
             yield Diagnosis("error", f"device: auto finds {', '.join(there)}", "name the one to use: device: NAME")
         else:
             yield Diagnosis("ok", f"device: auto means {chosen}")
+
+
+def _paths(kind: Any, name: str) -> Iterator[Diagnosis]:
+    """How a device copies that could do so in several ways."""
+    if not isinstance(kind, SupportsPaths):
+        return
+    found = choice.find(name, kind)
+    if isinstance(found, choice.Choice):
+        yield Diagnosis("ok", f"{name}: {found}")
+    else:
+        why = f" ({found})" if found else ", none was measured here"
+        yield Diagnosis("note", f"{name}: copies by {kind.path_names[0]}{why}", f"lmc bench device {name}")
 
 
 def limits(config: CacheConfig, *, daemon_runs: bool) -> Iterator[Diagnosis]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, Final
@@ -18,6 +20,14 @@ from ..layout import PAGE_NBYTES, Layout, Region
 
 _MAX_COPY_THREADS: Final = 4
 _SHARED_NBYTES: Final = 8 << 20
+_PIECE_NBYTES: Final = 128 << 10
+"""Below it, threads would take turns with the GIL rather than copy at the same time."""
+_LONG_S: Final = 150e-6
+"""After a copy as long as this, whoever waits for the GIL has had it; a shorter one is over before another wakes up."""
+_AT_MOST_S: Final = 500e-6
+"""How long that may go on."""
+_NAP_S: Final = 1e-6
+"""Some 60 us by the kernel's clock."""
 
 
 class HostRecord(DeviceRecord):
@@ -80,7 +90,7 @@ class CpuDevice(Device):
             after.wait()
 
         blocks = layout.blocks(layout.regions[0])
-        chunks = _chunks(ids, blocks, 0, len(out))
+        chunks = _Chunks(ids, blocks, 0, len(out))
         targets = [np.frombuffer(buffer, np.uint8) for buffer in out]
 
         def copy(region: Region, page: Any, rows: Any, offset: int, index: int) -> None:
@@ -94,7 +104,7 @@ class CpuDevice(Device):
                 flat = rows.reshape(-1).view(np.dtype((np.void, region.block_nbytes)))  # one element a block
                 np.take(flat, chunk_ids, out=target.view(flat.dtype), mode="clip")
 
-        self._share(copy, _planes(pages, layout, layers, len(out)), layout.nbytes * len(out))
+        self._share(copy, _planes(pages, layout, layers), len(out), layout.nbytes * len(out))
         return DoneFence()
 
     def scatter(
@@ -114,7 +124,7 @@ class CpuDevice(Device):
             after.wait()
 
         blocks = layout.blocks(layout.regions[0])
-        chunks = _chunks(ids, blocks, skip_blocks, len(src))
+        chunks = _Chunks(ids, blocks, skip_blocks, len(src))
         sources = [np.frombuffer(buffer, np.uint8) for buffer in src]
 
         def copy(region: Region, page: Any, rows: Any, offset: int, index: int) -> None:
@@ -129,18 +139,32 @@ class CpuDevice(Device):
             elif count:
                 rows[chunk_ids] = source.reshape(count, region.block_nbytes)
 
-        self._share(copy, _planes(pages, layout, layers, len(src)), layout.nbytes * len(src))
+        self._share(copy, _planes(pages, layout, layers), len(src), layout.nbytes * len(src))
         return DoneFence()
 
-    def _share(self, copy: Callable[..., None], pieces: list[_Piece], nbytes: int) -> None:
-        """Copy every piece: large copies on several threads, since one cannot use the memory's whole bandwidth."""
-        threads = min(self._copy_threads, len(pieces)) if nbytes >= _SHARED_NBYTES else 1
+    def _share(self, copy: Callable[..., None], planes: list[_Plane], chunks: int, nbytes: int) -> None:
+        """Copy every piece: large copies on several threads, since one cannot use the memory's whole bandwidth.
 
-        left = iter(pieces)  # shared: who is slowed by others takes fewer pieces
+        Pieces, a plane of a chunk, are made up one by one: a list of thousands would be made without letting go of the
+        GIL.
+        """
+        pieces = len(planes) * chunks
+        shared = nbytes >= _SHARED_NBYTES and nbytes // max(pieces, 1) >= _PIECE_NBYTES
+        threads = min(self._copy_threads, pieces) if shared else 1
+
+        numbers = itertools.count()  # shared: who is slowed by others takes fewer pieces
 
         def run() -> None:
-            for piece in left:
-                copy(*piece)
+            before = let_go = time.perf_counter()
+            while (number := next(numbers)) < pieces:
+                copy(*planes[number // chunks], number % chunks)
+                now = time.perf_counter()
+                if now - before > _LONG_S:
+                    let_go = now
+                elif now - let_go > _AT_MOST_S:
+                    time.sleep(_NAP_S)
+                    now = let_go = time.perf_counter()
+                before = now
 
         if threads == 1:
             run()
@@ -162,6 +186,7 @@ def _checked(
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The ids as an array, after everything that "clip" would hide and what would fail half-way."""
     ids = checked_block_ids(pages, block_ids, layout, buffers, layers)
+    low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, -1)
     for region, planes in zip(layout.regions, pages, strict=True):
         if len(planes) != region.layers:
             raise DeviceError(f"region {region.name!r}: {len(planes)} layers of pages, the layout has {region.layers}")
@@ -170,38 +195,44 @@ def _checked(
                 raise DeviceError(
                     f"region {region.name!r}: blocks of {page[:1].nbytes} bytes, the layout has {region.block_nbytes}"
                 )
-            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(page):
-                raise DeviceError(
-                    f"block ids {ids.min()} to {ids.max()}, region {region.name!r} has {len(page)} blocks"
-                )
+            if len(ids) and not 0 <= low <= high < len(page):
+                raise DeviceError(f"block ids {low} to {high}, region {region.name!r} has {len(page)} blocks")
     return ids
 
 
-_Piece = tuple[Region, Any, Any, int, int]
+_Plane = tuple[Region, Any, Any, int]
 
 
-def _planes(pages: Pages, layout: Layout, layers: range | None, chunks: int) -> list[_Piece]:
-    """(region, pages of one layer, the same as rows of bytes or None, offset in a chunk, chunk) for each one wanted."""
-    planes: list[_Piece] = []
+def _planes(pages: Pages, layout: Layout, layers: range | None) -> list[_Plane]:
+    """(region, pages of one layer, the same as rows of bytes or None, offset in a chunk) for each one wanted."""
+    planes: list[_Plane] = []
     offset = 0
     for region, arrays in zip(layout.regions, pages, strict=True):
         step = layout.blocks(region) * region.block_nbytes
         for layer, page in enumerate(arrays):
             if layers is None or layer in layers:
-                rows = _bytes(page, region.block_nbytes)
-                planes += [(region, page, rows, offset, chunk) for chunk in range(chunks)]
+                planes.append((region, page, _bytes(page, region.block_nbytes), offset))
             offset += step
     return planes
 
 
-def _chunks(ids: Any, blocks: int, skip_blocks: int, count: int) -> list[tuple[Any, slice | None]]:
+class _Chunks:
     """The block ids of each chunk, less those skipped, and the run that they are if they are neighbours."""
-    found = []
-    for index in range(count):
-        own = ids[index * blocks + (0 if index else skip_blocks) : (index + 1) * blocks]
-        neighbours = len(own) > 0 and bool((np.diff(own) == 1).all())
-        found.append((own, slice(int(own[0]), int(own[-1]) + 1) if neighbours else None))
-    return found
+
+    def __init__(self, ids: Any, blocks: int, skip_blocks: int, count: int) -> None:
+        self._ids = ids
+        self._blocks = blocks
+        self._skip_blocks = skip_blocks
+        self._found: list[tuple[Any, slice | None] | None] = [None] * count
+
+    def __getitem__(self, index: int) -> tuple[Any, slice | None]:
+        found = self._found[index]
+        if found is None:  # two threads may find the same
+            start = index * self._blocks + (0 if index else self._skip_blocks)
+            own = self._ids[start : (index + 1) * self._blocks]
+            neighbours = len(own) > 0 and bool((np.diff(own) == 1).all())
+            found = self._found[index] = own, slice(int(own[0]), int(own[-1]) + 1) if neighbours else None
+        return found
 
 
 def _bytes(page: Any, block_nbytes: int) -> Any:

@@ -13,7 +13,7 @@ import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from ..device import Device, Probe
+from ..device import Device, Probe, SupportsPaths
 from ..errors import DeviceError
 from .device_bench import (
     BLOCKS,
@@ -349,6 +349,51 @@ class DeviceLaws(DeviceSubject):
             finally:
                 self.device.unregister(buffers.address, buffers.nbytes)
             buffers.check(chunks, "after memory was unregistered")
+
+    @law(since=(1, 0))
+    def test_every_path_copies_the_same_bytes(self) -> None:
+        device = self.device
+        if not isinstance(device, SupportsPaths):
+            return
+        expect(device.path_names, "a device with paths names none")
+        there = [name for name in device.path_names if name not in device.unusable()]
+        expect(device.path_names[0] in there, f"the first path is not usable: {device.unusable()}")
+        strided = [Shape(KV.name, KV.layout, KV.dtype, plane) for plane in STRIDED]
+        for number, name in enumerate(there):
+            device.use(gather=name, scatter=name)
+            for shape in (*SHAPES, *strided):
+                self._round_trip(shape, name, seed=40 + number)
+
+    def _round_trip(self, shape: Shape, path: str, seed: int) -> None:
+        """Through registered memory, which alone some paths can use; with the first block skipped on the way back."""
+        engine = Engine(self, shape, seed=seed)
+        ids = engine.some_ids(2)
+        buffers = Buffers(shape.layout, 2)
+        self.device.register(buffers.address, buffers.nbytes)
+        try:
+            complete(self.device.gather(engine.pages, ids, shape.layout, buffers.views), "gather")
+            buffers.check(engine.chunks(ids), f"gather by {path} ({shape})")
+            chunks = random_chunks(shape.layout, 2, seed=seed)
+            self.scatter(engine, buffers.fill(chunks), ids, skip_blocks=1)
+            engine.store(chunks, ids, skip=1)
+            engine.check(f"after scatter by {path}")
+        finally:
+            self.device.unregister(buffers.address, buffers.nbytes)
+
+    @law(since=(1, 0))
+    def test_a_path_that_there_is_not_is_refused(self) -> None:
+        device = self.device
+        if not isinstance(device, SupportsPaths):
+            return
+        first = device.path_names[0]
+        for gather, scatter in (("no such path", first), (first, "no such path")):
+            seen: object
+            try:
+                device.use(gather=gather, scatter=scatter)
+                seen = "was accepted"
+            except Exception as error:
+                seen = error
+            expect(isinstance(seen, DeviceError), f"a path that there is not: {seen!r}, not a DeviceError")
 
     @law(since=(1, 0))
     def test_close_twice_is_fine_and_leaves_no_thread(self) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from lmcache_core import Diagnosis
-from lmcache_device_torch import CudartRuntime, Host, Vendor, VendorDevice
+from lmcache_device_torch import MACA, CudartRuntime, Host, RuntimeLibrary, Vendor, VendorDevice
 
 __version__: Final = "0.1.0"
 
@@ -53,4 +53,7 @@ class MacaDevice(VendorDevice):
     vendor = VENDOR
 
     def runtime(self) -> CudartRuntime:
-        return CudartRuntime()
+        return CudartRuntime(self.library())
+
+    def library(self) -> RuntimeLibrary:
+        return RuntimeLibrary(MACA)

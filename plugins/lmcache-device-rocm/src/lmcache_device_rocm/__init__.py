@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from lmcache_core import Diagnosis
-from lmcache_device_torch import CudartRuntime, Host, Vendor, VendorDevice
+from lmcache_device_torch import HIP, CudartRuntime, Host, RuntimeLibrary, Vendor, VendorDevice
 
 __version__: Final = "0.1.0"
 
@@ -52,4 +52,7 @@ class RocmDevice(VendorDevice):
     vendor = VENDOR
 
     def runtime(self) -> CudartRuntime:
-        return CudartRuntime()
+        return CudartRuntime(self.library())
+
+    def library(self) -> RuntimeLibrary:
+        return RuntimeLibrary(HIP)

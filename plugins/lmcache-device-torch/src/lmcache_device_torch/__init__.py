@@ -11,6 +11,7 @@ from .device import TorchDevice
 from .fences import EventFence
 from .host import Host, TorchBuild
 from .identity import Identity
+from .library import CUDA, HIP, MACA, RuntimeLibrary
 from .pinning import CudartRuntime, Runtime
 from .queues import Queue
 from .vendor import Vendor, VendorDevice
@@ -18,12 +19,16 @@ from .vendor import Vendor, VendorDevice
 __version__: Final = "0.1.0"
 
 __all__ = [
+    "CUDA",
+    "HIP",
+    "MACA",
     "CudartRuntime",
     "EventFence",
     "Host",
     "Identity",
     "Queue",
     "Runtime",
+    "RuntimeLibrary",
     "TorchBuild",
     "TorchDevice",
     "Vendor",

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from lmcache_core import CpuDevice, Device, DeviceError, DeviceRecord, Fence, Layout, Pages, check_targets
 
 from .fences import EventFence
-from .pages import as_arrays, checked, host_bytes, widest
+from .library import RuntimeLibrary
+from .pages import as_arrays, checked
+from .paths import Batch, CopyPath, Kernel, Plan, Staged, Step, Transfer
 from .pinning import Pins, Runtime
-from .plan import Piece, Segment, segments
 from .queues import LANES, STAGING_NBYTES, Lane, Queue, StreamQueue
 from .records import TorchRecord
 
 if TYPE_CHECKING:
     import torch
 
-_Copy = Callable[["torch.Tensor", "torch.Tensor"], None]
+log = logging.getLogger(__name__)
+STAGED: Final = "staged"
 
 
 class TorchDevice(Device):
-    """Copies on side streams, through a staging buffer on the device; a subclass says what the hardware is.
+    """Copies on side streams, by one of several paths; a subclass says what the hardware is.
 
-    Blocks are brought together on the device by one kernel for each layer, and cross the link in one large copy for
-    each segment.  Pages in the CPU's memory are copied directly, by core's own device.
+    Pages in the CPU's memory are copied directly, by core's own device.
     """
+
+    path_names: ClassVar[tuple[str, ...]] = (STAGED, "kernel", "batch")
 
     direct = True
     """Whether pages in the CPU's memory are copied without a queue; tests of the staged path say no."""
 
     def __init__(self, *, staging_nbytes: int = STAGING_NBYTES) -> None:
-        self._staging_nbytes = staging_nbytes
+        self._paths = self.new_paths(staging_nbytes)
+        self._use = {"gather": STAGED, "scatter": STAGED}
+        self._refused: dict[str, str] = {}
+        """What the paths in use could not take, the latest of each."""
         self._cpu = CpuDevice()
         self._pins = Pins(type(self).__name__, self.runtime())
         self._locks = {"gather": threading.Lock(), "scatter": threading.Lock()}
@@ -44,10 +51,34 @@ class TorchDevice(Device):
         """How memory is pinned; None where there is nothing to pin."""
         return None
 
+    def library(self) -> RuntimeLibrary | None:
+        """The vendor's runtime library; without one there is only the staged path."""
+        return None
+
+    def new_paths(self, staging_nbytes: int) -> dict[str, CopyPath]:
+        library = self.library()
+        return {STAGED: Staged(staging_nbytes), "kernel": Kernel(library), "batch": Batch(library)}
+
     def new_queue(self, device: torch.device) -> Queue:
         import torch
 
         return StreamQueue(getattr(torch, device.type), device)
+
+    # Its paths: lmcache_core.SupportsPaths.
+
+    @classmethod
+    def identity(cls) -> Mapping[str, str]:
+        return {}
+
+    def unusable(self) -> Mapping[str, str]:
+        return self._refused | {name: why for name, path in self._paths.items() if (why := path.missing())}
+
+    def use(self, *, gather: str, scatter: str) -> None:
+        for name in (gather, scatter):
+            if name not in self._paths:
+                raise DeviceError(f"no path {name!r}, there are {', '.join(self._paths)}")
+        self._use = {"gather": gather, "scatter": scatter}
+        self._refused = {}
 
     # The contract.
 
@@ -89,8 +120,7 @@ class TorchDevice(Device):
         ids = checked(pages, block_ids, layout, out, layers)
         if self._is_direct(pages):
             return self._cpu.gather(as_arrays(pages), ids, layout, out, layers=layers, after=after)  # type: ignore[arg-type]
-        parts = segments(layout, len(out), layers=layers, limit_nbytes=self._staging_nbytes)
-        return self._queue("gather", pages, ids, out, parts, after)
+        return self._queue("gather", Transfer(True, pages, ids, layout, out, layers, 0, self.reach), after)
 
     def scatter(
         self,
@@ -109,8 +139,8 @@ class TorchDevice(Device):
             return self._cpu.scatter(
                 src, layout, as_arrays(pages), ids, layers=layers, skip_blocks=skip_blocks, after=after  # type: ignore[arg-type]
             )  # fmt: skip
-        parts = segments(layout, len(src), layers=layers, skip_blocks=skip_blocks, limit_nbytes=self._staging_nbytes)
-        return self._queue("scatter", pages, ids, src, parts, after)
+        copy = Transfer(False, pages, ids, layout, src, layers, skip_blocks, self.reach)
+        return self._queue("scatter", copy, after)
 
     def scatter_layers(
         self,
@@ -132,19 +162,37 @@ class TorchDevice(Device):
 
     # How.
 
+    def reach(self, address: int, nbytes: int) -> int | None:
+        """Host memory as the device's kernels see it; None where it is not pinned."""
+        return self._pins.mapped(address, nbytes)
+
     def _is_direct(self, pages: Pages) -> bool:
         return self.direct and all(page.device.type == "cpu" for planes in pages for page in planes)
 
-    def _queue(
-        self, what: str, pages: Pages, ids: Any, buffers: Sequence[memoryview], parts: Any, after: Fence | None
-    ) -> Fence:
+    def _queue(self, what: str, copy: Transfer, after: Fence | None) -> Fence:
+        self._pins.pin_noted(copy.pages[0][0].device)
+        name = self._use[what]
+        if name != STAGED:
+            path = self._paths[name]
+            plan = path.missing() or path.plan(copy)
+            if isinstance(plan, Plan):
+                try:
+                    return self._run(what, copy, plan, after)
+                except Exception as error:  # of a compiler, a library: whatever it is, there is the other path
+                    self._use = {**self._use, what: STAGED}
+                    self._refused = {**self._refused, name: repr(error)}
+                    log.warning("%s by the path %s failed, from now on by %s: %r", what, name, STAGED, error)
+            elif self._refused.get(name) != plan:
+                self._refused = {**self._refused, name: plan}
+                log.info("%s by %s instead of %s: %s", what, STAGED, name, plan)
+        return self._run(what, copy, self._paths[STAGED].plan(copy), after)
+
+    def _run(self, what: str, copy: Transfer, plan: Plan | str, after: Fence | None) -> Fence:
         import torch
 
-        device = pages[0][0].device
-        self._pins.pin_noted(device)
-        rows = torch.from_numpy(ids)
-        hosts = [host_bytes(buffer) for buffer in buffers]
-        copy = _gather if what == "gather" else _scatter
+        assert isinstance(plan, Plan), plan
+        device = copy.pages[0][0].device
+        table = torch.from_numpy(plan.table)
         uploaded: dict[Lane, torch.Tensor] = {}
         with self._locks[what]:
             lanes = self._lanes.get((what, device))
@@ -152,70 +200,30 @@ class TorchDevice(Device):
                 lanes = [Lane(self.new_queue(device), device) for _ in range(LANES)]
                 self._lanes[what, device] = lanes
             try:
-                for number, part in enumerate(parts):
+                for number, step in enumerate(plan.steps):
                     lane = lanes[number % len(lanes)]
                     if lane not in uploaded:
                         lane.wait_for(after)
-                        uploaded[lane] = lane.queue.upload(rows)
-                    lane.queue.run(
-                        _work(copy, lane, part, pages, uploaded[lane], hosts[part.buffer], self._staging_nbytes)
-                    )
+                        uploaded[lane] = lane.queue.upload(table) if len(table) else table
+                    lane.queue.run(_work(step, lane, uploaded[lane]))
                 if not uploaded and after is not None:  # nothing to copy, and yet not done before that is
                     lanes[0].wait_for(after)
-                    uploaded[lanes[0]] = rows
-            except RuntimeError as error:  # torch's, such as no memory left on the device
+                    uploaded[lanes[0]] = table
+            except BaseException as error:
                 for lane in uploaded:  # what was queued uses the caller's memory
                     lane.queue.record().synchronize()
-                raise DeviceError(f"{what}: {error}") from error
+                if isinstance(error, RuntimeError):  # torch's, such as no memory left on the device
+                    raise DeviceError(f"{what}: {error}") from error
+                raise
             return EventFence([lane.queue.record() for lane in uploaded])
 
 
-def _work(
-    copy: Callable[..., None],
-    lane: Lane,
-    part: Segment,
-    pages: Pages,
-    ids: torch.Tensor,
-    host: torch.Tensor,
-    staging_nbytes: int,
-) -> Callable[[], None]:
+def _work(step: Step, lane: Lane, table: torch.Tensor) -> Callable[[], None]:
     import torch
 
     def work() -> None:
-        nbytes = part.stop - part.start
         # Engines make their pages in this mode; whether a view of them may be written outside of it is up to torch.
         with torch.inference_mode():
-            staging = lane.staging(max(nbytes, staging_nbytes))[:nbytes]
-            copy(part.pieces, pages, ids, staging, host[part.start : part.stop])
+            step(lane, table)
 
     return work
-
-
-def _gather(
-    pieces: Sequence[Piece], pages: Pages, ids: torch.Tensor, staging: torch.Tensor, host: torch.Tensor
-) -> None:
-    import torch
-
-    for piece in pieces:
-        page, staged = _matched(piece, pages, staging)
-        torch.index_select(page, 0, ids[piece.first : piece.first + piece.count], out=staged)
-    host.copy_(staging, non_blocking=True)
-
-
-def _scatter(
-    pieces: Sequence[Piece], pages: Pages, ids: torch.Tensor, staging: torch.Tensor, host: torch.Tensor
-) -> None:
-    staging.copy_(host, non_blocking=True)
-    for piece in pieces:
-        page, staged = _matched(piece, pages, staging)
-        page.index_copy_(0, ids[piece.first : piece.first + piece.count], staged)
-
-
-def _matched(piece: Piece, pages: Pages, staging: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages of one piece, and its place in the staging buffer as the same kind of blocks."""
-    page = widest(pages[piece.region][piece.layer])
-    shape = (piece.count, *page.shape[1:])
-    nbytes = page.element_size()
-    for size in shape:
-        nbytes *= size
-    return page, staging[piece.start : piece.start + nbytes].view(page.dtype).view(shape)

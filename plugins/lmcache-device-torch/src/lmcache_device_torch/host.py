@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +93,12 @@ class Host:
         except (ImportError, ValueError):
             return None
         return Path(spec.origin).parent if spec is not None and spec.origin else None
+
+    def version(self, name: str) -> str:
+        """Of an installed distribution, which is not imported."""
+        where = sys.path if self.search is None else list(self.search)
+        found = next(iter(importlib.metadata.distributions(name=name, path=where)), None)
+        return found.version if found is not None else "none"
 
     def torch(self) -> TorchBuild | None:
         folder = self.package("torch")

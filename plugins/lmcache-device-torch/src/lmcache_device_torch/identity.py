@@ -24,9 +24,11 @@ class Identity:
     """-1: the machine does not say."""
     link: str
     memory_nbytes: int = 0
+    name: str = ""
 
     def __str__(self) -> str:
-        parts = [f"{self.pci} ({self.vendor:04x}:{self.device:04x})", f"driver {self.driver}" if self.driver else ""]
+        parts = [f"{self.pci} ({self.vendor:04x}:{self.device:04x})", self.name]
+        parts += [f"driver {self.driver}" if self.driver else ""]
         parts += [f"NUMA node {self.numa_node}" if self.numa_node >= 0 else "", self.link]
         parts += [f"{self.memory_nbytes / 2**30:.0f} GiB" if self.memory_nbytes else ""]
         return ", ".join(part for part in parts if part)
@@ -56,8 +58,17 @@ def _found(host: Host, vendor: int) -> Iterator[Identity]:
             driver=f"{module} {version}".strip(),
             numa_node=_number(says("numa_node"), -1),
             link=f"PCIe {speed.removesuffix(' PCIe')} x{width}" if speed and width else "",
-            memory_nbytes=_number(says("mem_info_vram_total")),  # amdgpu alone has it
+            memory_nbytes=_number(says("mem_info_vram_total")),  # amdgpu alone has it, and the next
+            name=says("product_name") or _nvidia_name(host, folder.name),
         )
+
+
+def _nvidia_name(host: Host, pci: str) -> str:
+    for line in host.text(f"proc/driver/nvidia/gpus/{pci}/information").splitlines():
+        key, _, value = line.partition(":")
+        if key == "Model":
+            return value.strip()
+    return ""
 
 
 def _number(text: str, otherwise: int = 0) -> int:

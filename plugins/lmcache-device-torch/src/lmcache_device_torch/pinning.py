@@ -4,30 +4,49 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from lmcache_core import DeviceError
+
+from .library import RuntimeLibrary
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger(__name__)
-_PORTABLE: Final = 1
-"""Pinned for every device of the process: cudaHostRegisterPortable, and hipHostRegisterPortable too."""
+_PORTABLE_AND_MAPPED: Final = 1 | 2
+"""Pinned for every device of the process, and within reach of its kernels; the same numbers in CUDA and HIP."""
 
 
 class Runtime(Protocol):
     """The platform's own way to pin memory; raises DeviceError with the reason where it refuses."""
 
-    def pin(self, device: torch.device, address: int, nbytes: int) -> None: ...
+    def pin(self, device: torch.device, address: int, nbytes: int) -> int | None:
+        """The address by which the device's kernels reach it, where that is known."""
+        ...
+
     def unpin(self, device: torch.device, address: int) -> None: ...
 
 
 class CudartRuntime:
     """What torch binds of the CUDA runtime; in builds for ROCm the same names are HIP's."""
 
-    def pin(self, device: torch.device, address: int, nbytes: int) -> None:
-        self._call(device, "cudaHostRegister", address, nbytes, _PORTABLE)
+    def __init__(self, library: RuntimeLibrary | None = None) -> None:
+        self._library = library
+
+    def pin(self, device: torch.device, address: int, nbytes: int) -> int | None:
+        import torch
+
+        self._call(device, "cudaHostRegister", address, nbytes, _PORTABLE_AND_MAPPED)
+        if self._library is None:
+            return None
+        try:
+            with torch.cuda.device(device):
+                return self._library.mapped(address)
+        except DeviceError as error:
+            log.info("kernels do not reach pinned memory: %s", error)
+            return None
 
     def unpin(self, device: torch.device, address: int) -> None:
         self._call(device, "cudaHostUnregister", address)
@@ -45,6 +64,14 @@ class CudartRuntime:
             raise DeviceError(f"{name}: error {int(result)} ({result})")
 
 
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    nbytes: int
+    device: torch.device
+    mapped: int | None
+    """See `Runtime.pin`."""
+
+
 class Pins:
     """The ranges of one device object.  Which device they are for is known only when pages are seen."""
 
@@ -53,7 +80,7 @@ class Pins:
         self._runtime = runtime
         self._lock = threading.Lock()
         self._noted: dict[int, int] = {}
-        self._pinned: dict[int, torch.device] = {}
+        self._pinned: dict[int, Pinned] = {}
         self._said: set[str] = set()
 
     def note(self, address: int, nbytes: int) -> None:
@@ -70,11 +97,19 @@ class Pins:
                 if self._runtime is None:
                     continue
                 try:
-                    self._runtime.pin(device, address, nbytes)
+                    mapped = self._runtime.pin(device, address, nbytes)
                 except DeviceError as error:
                     self._say(f"{nbytes >> 20} MiB of host memory stay unpinned, copies are slower: {error}", error)
                 else:
-                    self._pinned[address] = device
+                    self._pinned[address] = Pinned(nbytes, device, mapped)
+
+    def mapped(self, address: int, nbytes: int) -> int | None:
+        """Where kernels find this part of pinned memory."""
+        with self._lock:
+            for start, pinned in self._pinned.items():
+                if start <= address and address + nbytes <= start + pinned.nbytes:
+                    return pinned.mapped + address - start if pinned.mapped is not None else None
+        return None
 
     def forget(self, address: int) -> None:
         with self._lock:
@@ -88,11 +123,11 @@ class Pins:
                 self._unpin(address)
 
     def _unpin(self, address: int) -> None:
-        device = self._pinned.pop(address, None)
-        if device is None or self._runtime is None:
+        pinned = self._pinned.pop(address, None)
+        if pinned is None or self._runtime is None:
             return
         try:
-            self._runtime.unpin(device, address)
+            self._runtime.unpin(pinned.device, address)
         except DeviceError as error:
             self._say(f"host memory could not be unpinned: {error}", error)
 

@@ -21,6 +21,11 @@ class Queue(Protocol):
     native: Any
     """What `Fence.make_stream_wait` is given."""
 
+    @property
+    def handle(self) -> int:
+        """The stream as the vendor's runtime library knows it."""
+        ...
+
     def run(self, work: Callable[[], None]) -> None: ...
     def record(self) -> Any:
         """An event that is complete when all work so far is."""
@@ -38,6 +43,10 @@ class StreamQueue:
         self._module = module
         self._device = device
         self.native = module.Stream(device=device)
+
+    @property
+    def handle(self) -> int:
+        return int(self.native.cuda_stream)
 
     def run(self, work: Callable[[], None]) -> None:
         with self._module.stream(self.native):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
 from lmcache_core import Diagnosis, Probe
+from lmcache_core import __version__ as core_version
 
 from .device import TorchDevice
 from .host import Host
 from .identity import Identity, identities
+from .version import VERSION
 
 NOT_VISIBLE: Final = ("", "-1", "none", "void", "NoDevFiles")
 """What hides all."""
@@ -77,6 +80,22 @@ class Vendor:
     def identities(self, host: Host) -> list[Identity]:
         return identities(host, self.pci_vendor) if self.pci_vendor is not None else []
 
+    def described(self, host: Host) -> dict[str, str]:
+        """Hardware and versions, as what a measurement of copies is good for."""
+        found = self.identities(host)
+        kinds = Counter(f"{each.vendor:04x}:{each.device:04x} {each.name}".strip() for each in found)
+        cards = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+        build = host.torch()
+        return {
+            "vendor": self.hardware,
+            "hardware": cards or f"{len(self.nodes(host))} of unknown kind",
+            "driver": ", ".join(sorted({each.driver for each in found if each.driver})) or "unknown",
+            "torch": build.described if build is not None else "none",
+            "kernel compiler": host.version("triton"),
+            "lmcache-core": core_version,
+            "lmcache-device-torch": VERSION,
+        }
+
     def diagnose(self, host: Host) -> Iterator[Diagnosis]:
         """For `lmc doctor`.  Where there is none, the probe's one line says all."""
         if not self.nodes(host):
@@ -97,6 +116,10 @@ class VendorDevice(TorchDevice):
     @classmethod
     def probe(cls) -> Probe:
         return cls.vendor.probe(Host())
+
+    @classmethod
+    def identity(cls) -> Mapping[str, str]:
+        return cls.vendor.described(Host())
 
     @classmethod
     def diagnose(cls) -> Iterator[Diagnosis]:
