@@ -22,7 +22,7 @@ _MAX_COPY_THREADS: Final = 4
 _SHARED_NBYTES: Final = 8 << 20
 _PIECE_NBYTES: Final = 128 << 10
 """Below it, threads would take turns with the GIL rather than copy at the same time."""
-_LONG_S: Final = 150e-6
+_LONG_S: Final = 75e-6
 """After a copy as long as this, whoever waits for the GIL has had it; a shorter one is over before another wakes up."""
 _AT_MOST_S: Final = 500e-6
 """How long that may go on."""
