@@ -117,7 +117,7 @@ class Outcome:
         parts += [f"{self.broken:,} would be removed"] if self.dry_run else []
         speed = progress.checked_nbytes / max(self.seconds, 1e-9)
         return (
-            f"{self.store.name}: {progress.checked:,} records, {size(progress.checked_nbytes)} "
+            f"{self.store.name}: {progress.checked:,} records and manifests, {size(progress.checked_nbytes)} "
             f"in {self.seconds:.1f} s ({size(int(speed))}/s): {', '.join(parts)}"
         )
 
@@ -279,7 +279,8 @@ def _survey_as_json(store: Store, survey: Survey) -> dict[str, object]:
 
 def _survey_lines(store: Store, survey: Survey) -> Iterator[str]:
     now = time.time()
-    yield f"{store.name} ({store.tier.backend}): {survey.records:,} records, {size(survey.nbytes)}"
+    counted = f"{survey.records:,} records and {survey.manifests:,} manifests"
+    yield f"{store.name} ({store.tier.backend}): {counted}, {size(survey.nbytes)}"
     if not survey.shards:
         return
     yield "by age: " + ", ".join(
