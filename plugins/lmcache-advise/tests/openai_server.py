@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,6 +26,7 @@ class Server(ThreadingHTTPServer):
         self.seen: set[str] = set()
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.on_ask: Callable[[], object] = lambda: None
         self.at_once = self.most_at_once = 0
 
     @property
@@ -58,6 +59,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.lock:
             server.asked.append(body)
+            server.on_ask()
             server.keys.append(self.headers["Authorization"])
             server.at_once += 1
             server.most_at_once = max(server.most_at_once, server.at_once)

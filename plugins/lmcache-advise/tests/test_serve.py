@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
+from datetime import datetime
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 from click.testing import CliRunner, Result
 from openai_server import serving
 
-from lmcache_advise.driving import Outcome, Run, drive
+from lmcache_advise.driving import Outcome, Run, alternate, drive, parts_of
 from lmcache_advise.prompts import WORKLOADS, Session, Size, replayed
 from lmcache_advise.serve_cli import serve
 from lmcache_advise.serving import Answer, Endpoint, ask, checked_url
 from lmcache_advise.verdict import NOT_HERE, UNDECIDED, USE, comparison_of, figures_of, verdict_of
-from lmcache_core import ConfigError
+from lmcache_core import ConfigError, __version__
 
 SMALL = Size(users=3, sessions=3, turns=3, scale=0.01)
 
@@ -165,6 +166,51 @@ def test_the_key_is_taken_from_the_environment_and_is_in_no_report(tmp_path: Pat
         )  # fmt: skip
     assert set(server.keys) == {"Bearer sesame"}
     assert "sesame" not in result.output + (tmp_path / "r.json").read_text()
+
+
+def test_rounds_ask_the_endpoints_in_turn_each_first_as_often_as_the_other_and_everything_once() -> None:
+    order: list[str] = []
+    sessions = [Session(f"s{n}", "", (f"question {n}",) * 2, at_s=n / 1000 + 1e-3) for n in range(5)]
+    with serving(cache=False) as one, serving(cache=False) as two:
+        one.on_ask, two.on_ask = (lambda: order.append("without")), (lambda: order.append("with"))
+        endpoints = {"without": Endpoint(one.url, "tiny"), "with": Endpoint(two.url, "tiny")}
+        runs = alternate(endpoints, sessions, 2, rounds=3, limit_s=60)
+    asked = [(side, len(list(each))) for side, each in groupby(order)]
+    assert asked == [("without", 2), ("with", 6), ("without", 8), ("with", 4)]
+    for run in runs.values():
+        assert sorted((each.session, each.turn) for each in run.outcomes) == [
+            (f"s{n}", turn) for n in range(5) for turn in range(2)
+        ]
+        assert run.asked == 10
+        assert len(run.loads) == 6
+        assert run.seconds > 0
+
+
+def test_a_part_of_a_trace_begins_at_once_and_keeps_its_distances() -> None:
+    sessions = [Session(f"s{n}", "", ("word",), at_s=100.0 * n) for n in range(5)]
+    parts = parts_of(sessions, 2)
+    assert [[(each.name, each.at_s) for each in part] for part in parts] == [
+        [("s0", 0.0), ("s1", 100.0)],
+        [("s2", 0.0), ("s3", 100.0), ("s4", 200.0)],
+    ]
+    assert len(parts_of(sessions, 9)) == 5
+
+
+def test_a_report_says_when_with_what_and_on_how_busy_a_machine_it_was_measured(tmp_path: Path) -> None:
+    with serving(cache=True) as server:
+        lmc(
+            server.url, "-w", "random", "--sessions", 2, "--turns", 1, "--note", "SmolLM2 <fp32>", "--note", "no load",
+            "--rounds", 2, "--out", tmp_path / "r.json", "--html", tmp_path / "r.html",
+        )  # fmt: skip
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["measured"]["notes"] == ["SmolLM2 <fp32>", "no load"]
+    assert found["measured"]["lmcache-core"] == __version__
+    assert datetime.fromisoformat(found["measured"]["began"]).tzinfo is not None
+    assert len(found["load averages"]["random"]["with"]) == 4
+    assert found["settings"]["rounds"] == 2
+    page = (tmp_path / "r.html").read_text()
+    assert "SmolLM2 &lt;fp32&gt;" in page
+    assert "load average random, with" in page
 
 
 def test_no_request_begins_after_the_limit() -> None:

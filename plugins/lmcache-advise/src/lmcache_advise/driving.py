@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final
 
 from .prompts import Session
@@ -36,6 +38,40 @@ class Run:
     seconds: float
     asked: int
     """Requests that the workload has; those that were not asked within the time are missing among the outcomes."""
+    loads: tuple[float, ...] = ()
+    """The load average of this machine when it began and when it ended, for each round."""
+
+
+def alternate(
+    endpoints: Mapping[str, Endpoint], sessions: Sequence[Session], users: int, *, rounds: int, limit_s: float
+) -> dict[str, Run]:
+    """Ask each endpoint everything, a part of the sessions at a time and the first endpoint last in every other round.
+
+    What else the machine does meanwhile, and how that changes, then falls on both.
+    """
+    runs: dict[str, list[Run]] = {side: [] for side in endpoints}
+    parts = parts_of(sessions, rounds)
+    for number, part in enumerate(parts):
+        for side in list(endpoints)[:: -1 if number % 2 else 1]:
+            runs[side].append(drive(endpoints[side], part, users, limit_s=limit_s / len(parts)))
+    return {side: _joined(each) for side, each in runs.items()}
+
+
+def parts_of(sessions: Sequence[Session], rounds: int) -> list[list[Session]]:
+    """As many parts as rounds, fewer where there are fewer sessions; each begins at once."""
+    rounds = max(1, min(rounds, len(sessions)))
+    cuts = [len(sessions) * number // rounds for number in range(rounds + 1)]
+    parts = [sessions[begin:end] for begin, end in pairwise(cuts)]
+    return [[replace(each, at_s=each.at_s - part[0].at_s) for each in part] for part in parts]
+
+
+def _joined(runs: Sequence[Run]) -> Run:
+    return Run(
+        tuple(outcome for run in runs for outcome in run.outcomes),
+        sum(run.seconds for run in runs),
+        sum(run.asked for run in runs),
+        tuple(load for run in runs for load in run.loads),
+    )
 
 
 def drive(
@@ -50,6 +86,7 @@ def drive(
     outcomes: list[Outcome] = []
     lock = threading.Lock()
     stop = threading.Event()
+    load = os.getloadavg()[0]
     began = time.perf_counter()
 
     def is_over() -> bool:
@@ -80,7 +117,7 @@ def drive(
         for thread in threads:
             thread.join()
     asked = sum(len(session.turns) for session in sessions)
-    return Run(tuple(outcomes), time.perf_counter() - began, asked)
+    return Run(tuple(outcomes), time.perf_counter() - began, asked, (load, os.getloadavg()[0]))
 
 
 def _talk(endpoint: Endpoint, session: Session, is_over: Callable[[], bool]) -> list[Outcome]:

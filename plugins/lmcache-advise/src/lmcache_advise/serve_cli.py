@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 
-from lmcache_core import CacheError, ConfigError
+from lmcache_core import CacheError, ConfigError, __version__
 
 from . import serve_page
 from .cli import write_text
-from .driving import MAX_USERS, Run, drive
+from .driving import MAX_USERS, Run, alternate
 from .prompts import WORKLOADS, Session, Size, replayed
 from .serve_page import WITH, WITHOUT, Report
 from .serving import Endpoint, checked_url, model_of
@@ -42,6 +45,9 @@ _FILE = click.Path(path_type=Path)
 @click.option("--max-tokens", type=click.IntRange(1, 10_000), default=32, show_default=True, help="Of an answer.")
 @click.option("--seed", type=int, default=0, show_default=True,
               help="Another one asks what no endpoint has seen.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1, 100), default=1, show_default=True,
+              help="Ask the endpoints in turn, a part at a time.")  # fmt: skip
+@click.option("--note", "notes", multiple=True, help="Into the report, e.g. what is served how.  Repeatable.")
 @click.option("--timeout", type=TIME, default=300.0, help="Of one request.  [default: 300s]")
 @click.option("--limit", type=TIME, default=1800.0, help="Of one workload on one endpoint.  [default: 30min]")
 @click.option("--api-key-env", default="OPENAI_API_KEY", show_default=True, help="The variable with the key, if any.")
@@ -74,20 +80,38 @@ def measure(url: str, baseline: str | None, options: Mapping[str, Any]) -> Repor
         users=options["users"], sessions=options["sessions"], turns=options["turns"], scale=options["scale"],
         seed=options["seed"],
     )  # fmt: skip
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    endpoints = {
+        side: Endpoint(where, model, key, options["timeout"], options["max_tokens"]) for side, where in urls.items()
+    }
     runs: dict[str, dict[str, Run]] = {}
     for name, sessions in _sessions(options, size).items():
-        for side, where in urls.items():
-            endpoint = Endpoint(where, model, key, options["timeout"], options["max_tokens"])
-            click.echo(f"{name}, {side} cache: {sum(len(s.turns) for s in sessions)} requests to {where}", err=True)
-            runs.setdefault(name, {})[side] = drive(endpoint, sessions, size.users, limit_s=options["limit"])
+        click.echo(
+            f"{name}: {sum(len(each.turns) for each in sessions)} requests to {', '.join(urls.values())}", err=True
+        )
+        runs[name] = alternate(
+            endpoints, sessions, size.users, rounds=options["rounds"], limit_s=options["limit"]
+        )  # fmt: skip
     figures = {name: {side: figures_of(run) for side, run in sides.items()} for name, sides in runs.items()}
     compared = {n: comparison_of(s[WITH], s[WITHOUT], size.seed) for n, s in runs.items() if WITHOUT in s}
     if baseline:
         verdict = verdict_of({name: (each[WITH], each[WITHOUT]) for name, each in figures.items()}, compared)
     else:
         verdict = verdict_alone({name: each[WITH] for name, each in figures.items()})
-    shown = {name: options[name] for name in ("users", "sessions", "turns", "scale", "max_tokens", "seed")}
-    return Report(urls, model, shown, runs, figures, compared, verdict)
+    shown = {name: options[name] for name in ("users", "sessions", "turns", "scale", "max_tokens", "rounds", "seed")}
+    return Report(urls, model, shown, runs, figures, compared, verdict, measured_on(began, options["notes"]))
+
+
+def measured_on(began: str, notes: Sequence[str]) -> dict[str, Any]:
+    """When, where and with what: a file of figures says so by itself."""
+    return {
+        "began": began,
+        "lmcache-advise": version("lmcache-advise"),
+        "lmcache-core": __version__,
+        "python": platform.python_version(),
+        "machine": f"{os.cpu_count()} CPUs, {platform.machine()}",
+        "notes": list(notes),
+    }
 
 
 def _sessions(options: Mapping[str, Any], size: Size) -> dict[str, list[Session]]:

@@ -27,6 +27,7 @@ class Report:
     figures: Mapping[str, Mapping[str, Figures]]
     compared: Mapping[str, Comparison]
     verdict: Verdict
+    measured: Mapping[str, Any]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -35,6 +36,11 @@ class Report:
             "endpoints": dict(self.urls),
             "model": self.model,
             "settings": dict(self.settings),
+            "measured": dict(self.measured),
+            "load averages": {
+                name: {side: [round(each, 2) for each in run.loads] for side, run in sides.items()}
+                for name, sides in self.runs.items()
+            },
             "workloads": {
                 name: {side: asdict(each) for side, each in sides.items()} for name, sides in self.figures.items()
             },
@@ -50,6 +56,17 @@ def _request(outcome: Any) -> dict[str, Any]:
     fields = asdict(outcome.answer)
     del fields["text"]
     return {"session": outcome.session, "turn": outcome.turn, **fields}
+
+
+def _measured(report: Report) -> str:
+    notes = [*report.measured["notes"]]
+    facts = [f"{name} {value}" for name, value in report.measured.items() if name != "notes"]
+    loads = [
+        f"load average {name}, {side}: {min(run.loads):.1f} to {max(run.loads):.1f}"
+        for name, sides in report.runs.items()
+        for side, run in sides.items()
+    ]
+    return "; ".join([*notes, *facts, *loads])
 
 
 def rows_of(report: Report) -> list[list[str]]:
@@ -97,6 +114,7 @@ def html_of(report: Report) -> str:
         + "; "
         + escape(", ".join(f"{name} {value}" for name, value in report.settings.items()))
         + "</p>",
+        f'<p class="dim">{escape(_measured(report))}</p>',
         "<h2>Figures</h2>" + table_html(rows_of(report)),
     ]
     for title, pick in (
