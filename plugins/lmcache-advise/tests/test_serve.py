@@ -213,6 +213,16 @@ def test_a_report_says_when_with_what_and_on_how_busy_a_machine_it_was_measured(
     assert "load average random, with" in page
 
 
+def test_sessions_alternate_so_that_few_users_have_many_conversations_open() -> None:
+    sessions = [Session(f"s{n}", "", tuple(f"question {n} {turn}" for turn in range(3))) for n in range(4)]
+    with serving(cache=False) as server:
+        run = drive(Endpoint(server.url, "tiny"), sessions, 1)
+    asked = [body["messages"][-1]["content"] for body in server.asked]
+    assert asked == [f"question {n} {turn}" for turn in range(3) for n in range(4)]
+    assert [len(body["messages"]) for body in server.asked] == [1] * 4 + [3] * 4 + [5] * 4
+    assert [(each.session, each.turn) for each in run.outcomes] == [(f"s{n}", t) for t in range(3) for n in range(4)]
+
+
 def test_no_request_begins_after_the_limit() -> None:
     with serving(cache=True) as server:
         sessions = [Session(f"s{n}", "", ("word",) * 3) for n in range(5)]

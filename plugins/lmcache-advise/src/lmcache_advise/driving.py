@@ -1,4 +1,4 @@
-"""Many users at once: sessions are taken in turn, and each user waits for an answer before going on."""
+"""Many users at once: sessions have their turns one after another, and each user waits for an answer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final
 
@@ -81,8 +81,12 @@ def drive(
     *,
     limit_s: float = 3600.0,
 ) -> Run:
-    """Ask everything, at most `users` at a time and not for longer than `limit_s`."""
-    waiting = deque(sessions)
+    """Ask everything, at most `users` at a time and not for longer than `limit_s`.
+
+    Sessions alternate: after a turn, all others have theirs first.  So what an engine computes at a time is what the
+    users ask, and what it would have to keep is all sessions, as where conversations pause for tools and people.
+    """
+    waiting = deque(_Talk(session) for session in sessions)
     outcomes: list[Outcome] = []
     lock = threading.Lock()
     stop = threading.Event()
@@ -97,12 +101,15 @@ def drive(
             with lock:
                 if not waiting:
                     return
-                session = waiting.popleft()
-            if session.at_s and stop.wait(max(0.0, began + session.at_s - time.perf_counter())):
+                talk = waiting.popleft()
+            session = talk.session
+            if not talk.turn and session.at_s and stop.wait(max(0.0, began + session.at_s - time.perf_counter())):
                 return
-            found = _talk(endpoint, session, is_over)
+            found = talk.ask(endpoint)
             with lock:
-                outcomes.extend(found)
+                outcomes.append(found)
+                if found.ok and talk.turn < len(session.turns):
+                    waiting.append(talk)
 
     threads = [
         threading.Thread(target=work, name=f"user {n}") for n in range(max(1, min(users, MAX_USERS, len(sessions))))
@@ -120,17 +127,22 @@ def drive(
     return Run(tuple(outcomes), time.perf_counter() - began, asked, (load, os.getloadavg()[0]))
 
 
-def _talk(endpoint: Endpoint, session: Session, is_over: Callable[[], bool]) -> list[Outcome]:
-    """The turns of one session; after one that failed its conversation is over."""
-    messages: list[Message] = [{"role": "system", "content": session.system}] if session.system else []
-    found = []
-    for turn, question in enumerate(session.turns):
-        if is_over():
-            break
-        messages.append({"role": "user", "content": question})
-        answer = ask(endpoint, messages)
-        found.append(Outcome(session.name, turn, answer))
-        if answer.error:
-            break
-        messages.append({"role": "assistant", "content": answer.text})
-    return found
+@dataclass(slots=True)
+class _Talk:
+    """A session that goes on; after a turn that failed it is over."""
+
+    session: Session
+    turn: int = 0
+    messages: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.session.system:
+            self.messages.append({"role": "system", "content": self.session.system})
+
+    def ask(self, endpoint: Endpoint) -> Outcome:
+        """The next turn, with all that was said before."""
+        self.messages.append({"role": "user", "content": self.session.turns[self.turn]})
+        answer = ask(endpoint, self.messages)
+        self.messages.append({"role": "assistant", "content": answer.text})
+        self.turn += 1
+        return Outcome(self.session.name, self.turn - 1, answer)

@@ -38,7 +38,9 @@ _FILE = click.Path(path_type=Path)
 @click.option("--speed", type=click.FloatRange(0.001, 1e6), default=1.0, show_default=True, help="Of the trace.")
 @click.option("--model", help="[default: the first that the endpoint lists]")
 @click.option("--users", type=click.IntRange(1, MAX_USERS), default=4, show_default=True, help="At a time.")
-@click.option("--sessions", type=click.IntRange(1, 10_000), default=8, show_default=True, help="Agents, in all.")
+@click.option(
+    "--sessions", type=click.IntRange(1, 10_000), default=8, show_default=True, help="Agents; their turns alternate."
+)
 @click.option("--turns", type=click.IntRange(1, 100), default=6, show_default=True, help="Of each agent.")
 @click.option("--scale", type=click.FloatRange(1e-4, 10), default=1.0, show_default=True,
               help="Of all lengths; at 1 an agent goes from 20k to 115k tokens.")  # fmt: skip
