@@ -226,11 +226,11 @@ LIES = {
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_daemon_that_speaks_nonsense_is_a_miss_and_not_asked_in_a_loop(name, tmp_path):
+    began = time.monotonic()
     with (
         Liar(tmp_path / "s", *LIES[name]) as liar,
         connect(tmp_path / "s", connect_timeout_s=0.2, call_timeout_s=0.2) as cache,
     ):
-        began = time.monotonic()
         for n in range(5):
             assert cache.lookup(chain(3), f"r{n}").chunks in (0,)
             assert store(cache, chain(2, seed=n)).ok_chunks == 0

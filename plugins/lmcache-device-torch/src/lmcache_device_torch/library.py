@@ -56,6 +56,7 @@ class RuntimeLibrary:
         self.names = names
         self._library = library
         self._maps = maps
+        self._functions: dict[str, Any] = {}
 
     def mapped(self, address: int) -> int:
         """The address by which kernels of the current device reach host memory that is pinned from `address` on."""
@@ -104,10 +105,14 @@ class RuntimeLibrary:
             raise DeviceError(f"{self.names.prefix}{name}: error {result}")
 
     def _named(self, name: str) -> Any:
+        found = self._functions.get(name)
+        if found is not None:
+            return found
         if self._library is None:
             self._library = _loaded(self.names.file, self._maps)
         try:
-            return getattr(self._library, self.names.prefix + name)
+            found = self._functions[name] = getattr(self._library, self.names.prefix + name)
+            return found
         except AttributeError as error:
             raise DeviceError(f"this runtime has no {self.names.prefix}{name}") from error
 
