@@ -274,6 +274,7 @@ def test_variables_are_replaced_in_values_only() -> None:
     ("value", "says"),
     [
         ('"${MISSING}"', "lmcache.yaml:2: environment variable MISSING is not set"),
+        (f'"${{{"M" * 5000}}}"', f"lmcache.yaml:2: environment variable {'M' * 100}… is not set"),
         ('"${}"', "lmcache.yaml:2: a variable is written ${NAME}"),
         ('"${A:-b}"', "lmcache.yaml:2: a variable is written ${NAME}"),
         ('"${A"', "lmcache.yaml:2: a variable is written ${NAME}"),

@@ -311,3 +311,17 @@ def test_what_looks_like_a_variable_of_ours_and_was_none_stays_text() -> None:
     values = {tier.backend: tier.options.table.items for tier in config.tiers}
     assert values["disk"]["path"].value == "/x/${HOME}", shown
     assert values["redis"]["username"].value == "${X", shown
+
+
+def test_paths_without_end_are_cut_in_what_is_said_of_them() -> None:
+    made = migrate({"local_disk": ",".join(letter * 5000 for letter in "def")})
+    assert [note.key for note in made.notes].count("local_disk") == 2
+    assert all(len(note.value) < 200 for note in made.notes)
+
+
+@pytest.mark.parametrize("key", ["pin_timeout_sec", "blocking_timeout_secs"])
+@pytest.mark.parametrize("seconds", [0, -3, 0.4])
+def test_a_time_that_is_none_is_said_and_left_at_its_default(key: str, seconds: float) -> None:
+    made = migrate({"local_disk": "/mnt/cache", "max_local_disk_size": 5, key: seconds})
+    assert [(note.key, note.value) for note in made.notes] == [(key, str(int(seconds)))]
+    parse_config(yaml.safe_dump(made.config), "ours", {})

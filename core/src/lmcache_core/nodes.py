@@ -15,6 +15,7 @@ from typing import Any, Final
 import yaml
 
 from .errors import ConfigError
+from .spelling import shown
 
 MAX_TEXT_NBYTES: Final = 1 << 20
 MAX_DEPTH: Final = 20
@@ -196,7 +197,7 @@ class _Builder:
             if not closed or not _VARIABLE_NAME.fullmatch(name):
                 raise self.fault(event, "a variable is written ${NAME}, and a literal ${ as $${")
             if name not in self.environ:
-                raise self.fault(event, f"environment variable {name} is not set")
+                raise self.fault(event, f"environment variable {shown(name)} is not set")
             return self.environ[name]
 
         return _VARIABLE.sub(replace, text)

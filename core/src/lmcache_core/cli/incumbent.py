@@ -117,7 +117,7 @@ def migrate(theirs: Mapping[str, Any]) -> Migration:
         else:
             made.notes.append(Note(shown(key), _shown(key, value), _why_not(name)))
     made.config["chunk_tokens"] = _number(values, "chunk_size", int, 256)
-    timeout = values.get("blocking_timeout_secs")
+    timeout_s = _seconds(values, made, "blocking_timeout_secs")
     policy = _policy(values, made)
     extra = values.get("extra_config") or {}
     if not isinstance(extra, Mapping):
@@ -126,13 +126,14 @@ def migrate(theirs: Mapping[str, Any]) -> Migration:
     used: set[str] = set()
     tiers = [*_memory(values, made), *_disk(values, made), *_remote(values, made, extra, used)]
     for tier in tiers:
-        if timeout is not None and tier["backend"] != "memory":
-            tier["timeout"] = f"{_number(values, 'blocking_timeout_secs', int, 10)}s"
+        if timeout_s and tier["backend"] != "memory":
+            tier["timeout"] = f"{timeout_s}s"
         if policy:
             tier["policy"] = policy
     made.config["tiers"] = tiers
-    if "pin_timeout_sec" in values:
-        made.config["lease_timeout"] = f"{_number(values, 'pin_timeout_sec', int, 300)}s"
+    lease_timeout_s = _seconds(values, made, "pin_timeout_sec")
+    if lease_timeout_s:
+        made.config["lease_timeout"] = f"{lease_timeout_s}s"
     for key, value in extra.items():
         if key not in used:
             why = "belongs to a part that does not map, or has no counterpart"
@@ -164,7 +165,7 @@ def _disk(values: Mapping[str, Any], made: Migration) -> list[dict[str, Any]]:
     first, *others = [part.removeprefix("file://") for part in paths if part] or [""]
     if others:
         why = "one directory serves every process; join disks below the file system, or name one tier for each"
-        made.notes.append(Note("local_disk", ", ".join(others), why))
+        made.notes.append(Note("local_disk", shown(", ".join(others)), why))
     tier = {"name": "disk", "backend": "disk"}
     nbytes = _gib(values, "max_local_disk_size", 0.0)
     if nbytes:
@@ -173,7 +174,7 @@ def _disk(values: Mapping[str, Any], made: Migration) -> list[dict[str, Any]]:
         made.notes.append(Note("max_local_disk_size", "0", "state a capacity, or the tier fills the file system"))
     if not first.startswith(("/", "~")):
         made.notes.append(
-            Note("local_disk", first, "a store needs an absolute path: this one is from the working directory")
+            Note("local_disk", shown(first), "a store needs an absolute path: this one is from the working directory")
         )
         first = os.path.abspath(first)
     return [{**tier, "options": {"path": first}}]
@@ -309,6 +310,14 @@ def _number(values: Mapping[str, Any], key: str, kind: type[Any], default: float
     if abs(number) >= 1 << 63:
         raise ConfigError(f"{key}: {_text(value)!r} is too large")
     return number
+
+
+def _seconds(values: Mapping[str, Any], made: Migration, key: str) -> int:
+    """0 for the default: the key is not there, or has a note."""
+    number: int = _number(values, key, int, 0)
+    if number <= 0 and values.get(key) is not None:
+        made.notes.append(Note(key, str(number), "a time here is above zero; ours was left at its default"))
+    return max(0, number)
 
 
 def _gib(values: Mapping[str, Any], key: str, default: float) -> int:
