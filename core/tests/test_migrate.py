@@ -325,3 +325,14 @@ def test_a_time_that_is_none_is_said_and_left_at_its_default(key: str, seconds: 
     made = migrate({"local_disk": "/mnt/cache", "max_local_disk_size": 5, key: seconds})
     assert [(note.key, note.value) for note in made.notes] == [(key, str(int(seconds)))]
     parse_config(yaml.safe_dump(made.config), "ours", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [('"/mnt/a\\0b"', "U+0000 is not allowed"), ('"\\UFFFFFFFF"', "is not YAML")]
+)
+def test_an_escape_that_is_no_character_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"local_disk: {text}\nmax_local_disk_size: 5\n")
+    result = CliRunner().invoke(main, ["config", "migrate", str(theirs)])
+    assert result.exit_code == 2
+    assert said in result.output

@@ -23,8 +23,9 @@ MAX_NODES: Final = 20_000
 
 PROGRAM: Final = "program"
 """Source of values that came from code rather than from a file or the environment."""
+NOT_TEXT: Final = re.compile("[\0\ud800-\udfff]")
+"""What no value may hold."""
 _VARIABLE: Final = re.compile(r"\$\$\{|\$\{([^}]*)(\}?)")
-_NOT_TEXT: Final = re.compile("[\0\ud800-\udfff]")
 _VARIABLE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -176,7 +177,7 @@ class _Builder:
     def text(self, event: yaml.ScalarEvent) -> str:
         """What was written; escapes can make what may not stand in a file, and could not be shown or opened."""
         value = str(event.value)
-        odd = _NOT_TEXT.search(value)
+        odd = NOT_TEXT.search(value)
         if odd is not None:
             raise self.fault(event, f"character U+{ord(odd[0]):04X} is not allowed")
         return value

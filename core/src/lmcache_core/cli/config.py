@@ -174,7 +174,7 @@ def _their_values(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(raw)
     except OSError as error:
         raise CacheError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         raise CacheError(f"{path}: is not YAML: {' '.join(str(error).split())[:300]}") from error
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise CacheError(f"{path}: the configuration must be a mapping (key: value)")

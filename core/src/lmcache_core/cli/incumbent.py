@@ -11,6 +11,7 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from lmcache_core.errors import ConfigError
+from lmcache_core.nodes import NOT_TEXT
 from lmcache_core.spelling import did_you_mean, shown
 from lmcache_core.units import format_nbytes
 
@@ -296,6 +297,9 @@ def _one_value(key: str, value: Any) -> Any:
     """What becomes a value of ours: `${` is not the beginning of a variable there, as it would be here."""
     if isinstance(value, (Mapping, list, tuple, set)):
         raise ConfigError(f"{key}: expected one value")
+    odd = NOT_TEXT.search(value) if isinstance(value, str) else None
+    if odd is not None:
+        raise ConfigError(f"{key}: character U+{ord(odd[0]):04X} is not allowed")
     return value.replace("${", "$${") if isinstance(value, str) else value
 
 
