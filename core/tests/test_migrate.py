@@ -336,3 +336,12 @@ def test_an_escape_that_is_no_character_is_refused(text: str, said: str, tmp_pat
     result = CliRunner().invoke(main, ["config", "migrate", str(theirs)])
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.parametrize("end", ["\n", "\x85", "\u2028"])
+def test_what_ends_a_line_does_not_end_a_comment(end: str, tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(yaml.safe_dump({"local_disk": f"cache{end}tiers: 3", "max_local_disk_size": 5}), encoding="utf-8")
+    result = CliRunner().invoke(main, ["config", "migrate", str(theirs)])
+    assert result.exit_code == 0, result.output
+    assert "tiers" in yaml.safe_load(result.stdout)

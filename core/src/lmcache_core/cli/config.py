@@ -186,8 +186,12 @@ def _migrated_text(path: Path, made: incumbent.Migration) -> str:
     lines += ["# What the other cache has stored is not read: this one begins empty."]
     lines += [f"# Needs the environment variable {variable}." for variable in made.environ]
     lines += ["# Not carried over:"] if made.notes else []
-    lines += [f"#   {note.key}: {note.value}: {note.why}".replace("\n", " ") for note in made.notes]
-    text = "\n".join(lines) + "\n" + yaml.safe_dump(made.config, sort_keys=False, allow_unicode=True)
+    lines += [f"#   {note.key}: {note.value}: {note.why}" for note in made.notes]
+    text = (
+        "\n".join(" ".join(line.splitlines()) for line in lines)
+        + "\n"
+        + yaml.safe_dump(made.config, sort_keys=False, allow_unicode=True)
+    )
     return text.encode("utf-8", "backslashreplace").decode()  # YAML has escapes for what is no text
 
 
