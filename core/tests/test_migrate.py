@@ -345,3 +345,8 @@ def test_what_ends_a_line_does_not_end_a_comment(end: str, tmp_path: Path) -> No
     result = CliRunner().invoke(main, ["config", "migrate", str(theirs)])
     assert result.exit_code == 0, result.output
     assert "tiers" in yaml.safe_load(result.stdout)
+
+
+def test_a_chunk_of_no_tokens_is_refused_by_their_name_for_it() -> None:
+    with pytest.raises(ConfigError, match="chunk_size: must be 1 to 1,048,576, got 0"):
+        migrate({"chunk_size": 0})

@@ -118,6 +118,8 @@ def migrate(theirs: Mapping[str, Any]) -> Migration:
         else:
             made.notes.append(Note(shown(key), _shown(key, value), _why_not(name)))
     made.config["chunk_tokens"] = _number(values, "chunk_size", int, 256)
+    if not 1 <= made.config["chunk_tokens"] <= 1 << 20:
+        raise ConfigError(f"chunk_size: must be 1 to 1,048,576, got {made.config['chunk_tokens']}")
     timeout_s = _seconds(values, made, "blocking_timeout_secs")
     policy = _policy(values, made)
     extra = values.get("extra_config") or {}
