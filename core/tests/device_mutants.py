@@ -485,15 +485,18 @@ class SharesItsArguments(Model):
     """Keeps the ids of the call in itself, where the other thread's call replaces them."""
 
     ids: Sequence[int] = ()
-    both = threading.Barrier(2)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = threading.Barrier(2)
 
     def check(self, pages: Pages, ids: Sequence[int], layout: Layout, buffers: int) -> None:
         super().check(pages, ids, layout, buffers)
         self.ids = ids
         try:
-            self.both.wait(2.0)
+            self.both.wait(10.0)
         except threading.BrokenBarrierError:
-            self.both.reset()
+            pass  # the other one has failed: from now on nobody waits
 
     def places(
         self, layout: Layout, ids: Sequence[int], layers: range | None, skip_blocks: int
