@@ -20,11 +20,11 @@ from ..layout import PAGE_NBYTES, Layout, Region
 
 _MAX_COPY_THREADS: Final = 4
 _SHARED_NBYTES: Final = 8 << 20
-_PIECE_NBYTES: Final = 128 << 10
+_PIECE_NBYTES: Final = 32 << 10
 """Below it, threads would take turns with the GIL rather than copy at the same time."""
 _LONG_S: Final = 75e-6
 """After a copy as long as this, whoever waits for the GIL has had it; a shorter one is over before another wakes up."""
-_AT_MOST_S: Final = 500e-6
+_AT_MOST_S: Final = 600e-6
 """How long that may go on."""
 _NAP_S: Final = 1e-6
 """Some 60 us by the kernel's clock."""
