@@ -14,7 +14,7 @@ from .unhandled import report
 log = logging.getLogger(__name__)
 
 MAX_QUEUED: Final = 1024
-PAUSE_S: Final = 0.02
+PAUSE_S: Final = 0.1
 """Between deliveries: woken for each event, the thread would take the GIL from whoever is loading."""
 
 
