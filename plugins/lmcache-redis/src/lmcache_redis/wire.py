@@ -23,6 +23,8 @@ _GATHERED_NBYTES: Final = 16 << 10
 _SLICE_NBYTES: Final = 1 << 20
 """Most that one call sends.  On a Unix socket the kernel counts the time anew for each piece of what is sent; over TCP
 a call for everything sleeps longer than several do."""
+_TOLERANCE: Final = 1.02
+"""By how much a single wait may be longer than what is left."""
 _MAX_BULK_NBYTES: Final = 1 << 20
 """Largest bulk that is read without a buffer of the caller's: topologies, not records."""
 _WITH_A_BUFFER: Final = frozenset((b"$", b"_", b"-", b"!", b">"))
@@ -238,6 +240,8 @@ class _KernelTimed:
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self._sock = sock
+        self._set_s = {socket.SO_SNDTIMEO: 0.0, socket.SO_RCVTIMEO: 0.0}
+        """What the kernel was told last."""
 
     def send(self, parts: Sequence[Part], deadline: float) -> None:
         # A call for each part: header and payload in one `sendmsg` cost a third more time in the kernel.
@@ -270,6 +274,9 @@ class _KernelTimed:
         left = deadline - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded("no answer in time")
+        if left <= self._set_s[option] <= left * _TOLERANCE:
+            return  # a call less for each piece that comes
+        self._set_s[option] = left
         micros = max(1, int(left * 1e6))
         self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", micros // 1_000_000, micros % 1_000_000))
 
