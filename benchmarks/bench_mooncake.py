@@ -15,8 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -26,20 +25,14 @@ import numpy as np
 from harness.measure import MiB, Options, Timings, check_equal, gibps, milliseconds, paired, random_bytes, seconds
 from harness.peer import Missing
 from harness.report import Must, Row
+from harness.tiers import TIMEOUT_S, TierSlots
 
 from lmcache_core import ChunkKey, frame
 from lmcache_core.buffers import Slab
-from lmcache_core.config import parse_config
-from lmcache_core.events import Events
-from lmcache_core.frame import Frame
-from lmcache_core.layout import PAGE_NBYTES, Layout, Region
-from lmcache_core.metrics import Metrics
-from lmcache_core.opening import open_tier
-from lmcache_core.tier import LoadItem, StoreItem
+from lmcache_core.layout import PAGE_NBYTES
 
 TESTS = Path(__file__).resolve().parent.parent / "plugins" / "lmcache-mooncake" / "tests"
 KEYS = 512
-TIMEOUT_S = 60.0
 ROOM_NBYTES = 1 << 30
 THREADS = min(4, os.cpu_count() or 1)
 
@@ -113,115 +106,49 @@ def _both(folder: Path, nodes: int, segment: int, nbytes: int, records: int) -> 
         yield ours, bare
 
 
-class _Ours:
-    """A tier over the backend, and slots that both know."""
+class _Ours(TierSlots):
+    """A tier over the backend; both move the same slots."""
 
     def __init__(self, master: str, segment: int, nbytes: int, records: int) -> None:
-        self._nbytes = nbytes
-        self._shard_id = os.urandom(16)
-        region = Region(name="kv", layers=1, block_tokens=256, block_nbytes=nbytes, dtype="u1", packing="bench")
-        self._layout = Layout(chunk_tokens=256, regions=(region,))
-        record_nbytes = frame.record_nbytes(nbytes)
+        self._record = slice(PAGE_NBYTES + nbytes)
         where = f", segment: {segment}, prefer_local: true" if segment else ""
         where += f", threads: {THREADS}"
-        text = f'{{name: pool, backend: mooncake, timeout: 60s, options: {{master: "{master}"{where}}}}}'
-        config = parse_config(f"tiers: [{text}]", "benchmark", environ={})
-        self._events = Events(None)
-        self._tier = open_tier(
-            config.tiers[0], config.plugins, Metrics(), self._events, max_queued_nbytes=4 * records * record_nbytes
-        )
-        self._tier.start()
-        self._slab = Slab(2 * records * record_nbytes)
-        self._slab.on_map = lambda extent: self._tier.register(extent.address, extent.nbytes)
-        self._slab.on_unmap = lambda extent: self._tier.unregister(extent.address, extent.nbytes)
-        self._sources = [self._slot(record_nbytes) for _ in range(records)]
-        self._targets = [self._slot(record_nbytes) for _ in range(records)]
-        for number, source in enumerate(self._sources):
-            _payload(source)[:] = random_bytes(nbytes, seed=number)
-        self._asked = [self._key() for _ in range(KEYS)]
-        stored = self._tier.backend.put_many(self._asked, [memoryview(b"there")] * KEYS, timeout_s=TIMEOUT_S)
+        tier = f'{{name: pool, backend: mooncake, timeout: 60s, options: {{master: "{master}"{where}}}}}'
+        super().__init__(tier, nbytes, records, max_queued_nbytes=4 * records * frame.record_nbytes(nbytes))
+        self._asked = [self.new_key() for _ in range(KEYS)]
+        stored = self.tier.backend.put_many(self._asked, [memoryview(b"there")] * KEYS, timeout_s=TIMEOUT_S)
         assert stored == [None] * KEYS, stored
 
     def round(self) -> Timings:
-        backend = self._tier.backend
+        backend = self.tier.backend
         keys = self._packed()
-        sources = [source[: PAGE_NBYTES + self._nbytes] for source in self._sources]
-        targets = [target[: PAGE_NBYTES + self._nbytes] for target in self._targets]
+        sources = [source[self._record] for source in self.sources]
+        targets = [target[self._record] for target in self.targets]
         put = seconds(lambda: _all_none(backend.put_many(keys, sources, timeout_s=TIMEOUT_S)))
         got: list[Any] = []
         get = seconds(lambda: got.extend(backend.get_many(keys, targets, timeout_s=TIMEOUT_S)))
         assert got == [len(source) for source in sources], got
-        self._check()
+        self.check("the backend's")
         for key in keys:
             backend.remove(key)
         keys = self._packed()
         figures = {
             "put": put,
             "get": get,
-            "tier put": seconds(lambda: self._all(lambda done: self._tier.store(self._stores(keys, done)))),
-            "tier get": seconds(lambda: self._all(lambda done: self._tier.load(self._loads(keys, done)))),
+            "tier put": seconds(lambda: self.store(keys)),
+            "tier get": seconds(lambda: self.load(keys)),
             "exists": seconds(lambda: backend.contains_prefix(self._asked, timeout_s=TIMEOUT_S)),
         }
-        self._check()
-        self._tier.remove(keys, "removed")
-        assert self._tier.drain(TIMEOUT_S), "the removal did not end"
+        self.check("the tier's")
+        self.remove(keys)
         return figures
-
-    def close(self) -> None:
-        self._tier.close()
-        self._events.close()
-        self._sources, self._targets = [], []
-        self._slab.close()
 
     def _packed(self) -> list[ChunkKey]:
         """Keys, with the records of them in the sources and nothing in the targets."""
-        keys = [self._key() for _ in self._sources]
-        for key, source, target in zip(keys, self._sources, self._targets, strict=True):
-            head = Frame(key, 0, self._layout.fingerprint, self._nbytes, self._nbytes, 0)
-            frame.pack(head, source[:PAGE_NBYTES])
-            np.frombuffer(target, np.uint8).fill(0)
+        keys = self.new_keys()
+        self.pack(keys)
+        self.clear()
         return keys
-
-    def _check(self) -> None:
-        for number, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
-            check_equal(_payload(target), _payload(source), f"record {number}")
-
-    def _key(self) -> ChunkKey:
-        return ChunkKey(self._shard_id + os.urandom(32))
-
-    def _slot(self, nbytes: int) -> memoryview:
-        slot = self._slab.take(nbytes)
-        assert slot is not None, "the slab is too small"
-        view = self._slab.view(slot)
-        np.frombuffer(view, np.uint8).fill(1)
-        return view
-
-    def _stores(self, keys: list[ChunkKey], done: Callable[[str], None]) -> list[StoreItem]:
-        return [
-            StoreItem(key, source, self._layout, lambda item, reason, in_use: done(reason), lambda item: None)
-            for key, source in zip(keys, self._sources, strict=True)
-        ]
-
-    def _loads(self, keys: list[ChunkKey], done: Callable[[str], None]) -> list[LoadItem]:
-        return [
-            LoadItem(key, target, self._layout, lambda item, found, reason, in_use: done(reason), lambda item: None)
-            for key, target in zip(keys, self._targets, strict=True)
-        ]
-
-    def _all(self, start: Callable[[Callable[[str], None]], None]) -> None:
-        """Start a batch and wait until each record has been answered; any failure ends the benchmark."""
-        lock, ended = threading.Lock(), threading.Event()
-        reasons: list[str] = []
-
-        def done(reason: str) -> None:
-            with lock:
-                reasons.append(reason)
-                if len(reasons) == len(self._sources):
-                    ended.set()
-
-        start(done)
-        assert ended.wait(TIMEOUT_S), f"{len(reasons)} of {len(self._sources)} records were answered"
-        assert not any(reasons), [reason for reason in reasons if reason][:3]
 
 
 class _Bare:
@@ -280,10 +207,6 @@ class _Bare:
 
 def _all_none(results: list[Any]) -> None:
     assert not any(results), results
-
-
-def _payload(record: memoryview) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return np.frombuffer(record, np.uint8)[PAGE_NBYTES:]
 
 
 if __name__ == "__main__":
