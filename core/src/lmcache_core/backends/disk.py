@@ -139,20 +139,11 @@ class DiskBackend(Backend[DiskOptions]):
     def get(self, key: ChunkKey, into: memoryview) -> int | None:
         self._enter()
         try:
-            directory, name = record_dir(key)
-            if directory not in self._dirs and not self._is_safe(directory):
+            opened = self._open(key, direct=self._direct)
+            if opened is None:
                 return None
+            fd, nbytes, direct = opened
             try:
-                fd, direct = self._open_record(f"{directory}/{name}")
-            except OSError as error:
-                if error.errno in _NOT_A_RECORD:
-                    return None
-                raise
-            try:
-                status = os.fstat(fd)
-                if not is_ours(status):
-                    return None
-                nbytes = status.st_size
                 if nbytes > len(into):
                     raise ChunkCorrupt(f"{key!r} has {nbytes} bytes on disk, at most {len(into)} were expected")
                 return read_file(fd, nbytes, into, direct)
@@ -164,25 +155,13 @@ class DiskBackend(Backend[DiskOptions]):
             self._leave()
 
     def put(self, key: ChunkKey, data: memoryview) -> None:
-        nbytes = len(data)
-        directory, name = record_dir(key)
-        # Beside where the record goes: one directory for all writers would have them wait for each other in the kernel.
-        temp = f"{directory}/{self._writer.temp_name(nbytes)}"
-        self._enter()
-        try:
-            self._total.reserve(nbytes)
-            written = False
+        direct = self._direct and len(data) >= PAGE_NBYTES
+        with self._publishing(key, len(data)) as (directory, temp):
+            fd = self._create(directory, temp, _WRITE | (O_DIRECT if direct else 0))
             try:
-                self._write(directory, temp, data)
-                written = True
-                self._publish(temp, f"{directory}/{name}")
-            except BaseException:
-                self._discard(temp, nbytes, written)
-                raise
-        except OSError as error:
-            raise fault(error, "write", key) from error
-        finally:
-            self._leave()
+                write_file(fd, data, direct)
+            finally:
+                os.close(fd)
 
     @contextlib.contextmanager
     def reading(self, key: ChunkKey) -> Iterator[RecordFile | None]:
@@ -190,23 +169,20 @@ class DiskBackend(Backend[DiskOptions]):
 
         An OSError of the body is one of the store, and raised as a BackendError.
         """
-        directory, name = record_dir(key)
         self._enter()
-        fd = -1
         try:
-            if directory in self._dirs or self._is_safe(directory):
-                try:
-                    fd = os.open(f"{directory}/{name}", _READ, dir_fd=self._fd)
-                except OSError as error:
-                    if error.errno not in _NOT_A_RECORD:
-                        raise
-            status = os.fstat(fd) if fd >= 0 else None
-            yield RecordFile(fd, status.st_size) if status is not None and is_ours(status) else None
+            opened = self._open(key, direct=False)
+            if opened is None:
+                yield None
+                return
+            fd, nbytes, _ = opened
+            try:
+                yield RecordFile(fd, nbytes)
+            finally:
+                close_fd(fd)
         except OSError as error:
             raise fault(error, "read", key) from error
         finally:
-            if fd >= 0:
-                close_fd(fd)
             self._leave()
 
     @contextlib.contextmanager
@@ -215,30 +191,15 @@ class DiskBackend(Backend[DiskOptions]):
 
         BackendFull where the capacity has no room, BackendError where the file has not exactly `nbytes` in the end.
         """
-        directory, name = record_dir(key)
-        temp = f"{directory}/{self._writer.temp_name(nbytes)}"
-        self._enter()
-        try:
-            self._total.reserve(nbytes)
-            written = False
+        with self._publishing(key, nbytes) as (directory, temp):
+            fd = self._create(directory, temp, _WRITE_READ)
             try:
-                fd = self._create(directory, temp, _WRITE_READ)
-                try:
-                    yield RecordFile(fd, nbytes)
-                    length = os.fstat(fd).st_size
-                finally:
-                    os.close(fd)
-                if length != nbytes:
-                    raise BackendError(f"{length} bytes of {nbytes} were written for {key!r}")
-                written = True
-                self._publish(temp, f"{directory}/{name}")
-            except BaseException:
-                self._discard(temp, nbytes, written)
-                raise
-        except OSError as error:
-            raise fault(error, "write", key) from error
-        finally:
-            self._leave()
+                yield RecordFile(fd, nbytes)
+                length = os.fstat(fd).st_size
+            finally:
+                os.close(fd)
+            if length != nbytes:
+                raise BackendError(f"{length} bytes of {nbytes} were written for {key!r}")
 
     def remove(self, key: ChunkKey) -> bool:
         directory, name = record_dir(key)
@@ -309,8 +270,28 @@ class DiskBackend(Backend[DiskOptions]):
         if last:
             self.close()
 
-    def _open_record(self, path: str) -> tuple[int, bool]:
-        if self._direct:
+    def _open(self, key: ChunkKey, *, direct: bool) -> tuple[int, int, bool] | None:
+        """Descriptor and length of a record, and whether the descriptor has O_DIRECT; `None` where there is none."""
+        directory, name = record_dir(key)
+        if directory not in self._dirs and not self._is_safe(directory):
+            return None
+        try:
+            fd, direct = self._open_file(f"{directory}/{name}", direct=direct)
+        except OSError as error:
+            if error.errno in _NOT_A_RECORD:
+                return None
+            raise
+        ours = False
+        try:
+            status = os.fstat(fd)
+            ours = is_ours(status)
+        finally:
+            if not ours:
+                close_fd(fd)
+        return (fd, status.st_size, direct) if ours else None
+
+    def _open_file(self, path: str, *, direct: bool) -> tuple[int, bool]:
+        if direct:
             try:
                 return os.open(path, _READ | O_DIRECT, dir_fd=self._fd), True
             except OSError as error:
@@ -318,13 +299,28 @@ class DiskBackend(Backend[DiskOptions]):
                     raise
         return os.open(path, _READ, dir_fd=self._fd), False
 
-    def _write(self, directory: str, temp: str, data: memoryview) -> None:
-        direct = self._direct and len(data) >= PAGE_NBYTES
-        fd = self._create(directory, temp, _WRITE | (O_DIRECT if direct else 0))
+    @contextlib.contextmanager
+    def _publishing(self, key: ChunkKey, nbytes: int) -> Iterator[tuple[str, str]]:
+        """Room for a record, its directory, and the name to write it under; published at the end, or, if that raises,
+        gone."""
+        directory, name = record_dir(key)
+        # Beside where the record goes: one directory for all writers would have them wait for each other in the kernel.
+        temp = f"{directory}/{self._writer.temp_name(nbytes)}"
+        self._enter()
         try:
-            write_file(fd, data, direct)
+            self._total.reserve(nbytes)
+            written = False
+            try:
+                yield directory, temp
+                written = True
+                self._publish(temp, f"{directory}/{name}")
+            except BaseException:
+                self._discard(temp, nbytes, written)
+                raise
+        except OSError as error:
+            raise fault(error, "write", key) from error
         finally:
-            os.close(fd)
+            self._leave()
 
     def _create(self, directory: str, temp: str, flags: int) -> int:
         if directory in self._dirs:
