@@ -214,6 +214,8 @@ def test_many_requests_at_once_with_faults_and_little_device_memory_get_no_wrong
                 raise BackendUnavailable("now and then")
 
         files_of(cache).before = sometimes  # type: ignore[method-assign]
+        (tier,) = cache._pool.tiers
+        tier.breaker._failures_allowed = 1 << 30  # an open one would keep all the rest away
 
         def work(seed: int) -> Callable[[], None]:
             def run() -> None:
@@ -226,6 +228,9 @@ def test_many_requests_at_once_with_faults_and_little_device_memory_get_no_wrong
 
         in_threads(*(work(seed) for seed in range(6)))
         assert cache.drain(30)
+        for seed in range(41):  # alone, when stores leave device memory for loads
+            load(cache, chain(CHUNKS, seed=seed), request=f"after {seed}")
+        assert direct_records(cache, "store") > 0
         assert direct_records(cache, "load") > 0
 
 
