@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from . import frame
+from .cache import Hit
 from .chain import Chain, Group, GroupKind
 from .errors import CapacityError
 from .groups import restorable
@@ -44,6 +45,20 @@ class Found:
     """Chunks that were found too, and would have cost more to load than to compute."""
     tiers: tuple[tuple[str, int], ...] = ()
     """Chunks by the tier that they are in, nearest first."""
+
+    def hit(self, chain: Chain, request: str, boot_id: str) -> Hit:
+        """The same for whoever asked."""
+        return Hit(
+            chain,
+            request,
+            self.resident,
+            self.restorable,
+            self.pending,
+            boot_id,
+            self.lease_id,
+            self.refused,
+            self.tiers,
+        )
 
 
 @dataclass(slots=True, eq=False)

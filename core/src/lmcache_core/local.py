@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from .cache import Hit, Job
-from .chain import Chain, Shard
-from .device import Device, Fence, Pages
+from .device import Device
 from .errors import CacheError
 from .events import Events
 from .gauges import add_pool_gauges
@@ -66,28 +64,6 @@ class LocalCache(PooledCache):
             log_request=log_request,
         )
         add_pool_gauges(metrics, pool)
-
-    def retrieve(
-        self, hit: Hit, shard: Shard, span: range, pages: Pages, block_ids: Sequence[int], *, skip_tokens: int = 0
-    ) -> Job:
-        if not self._forked:
-            self._pool.meet(pages)
-        return super().retrieve(hit, shard, span, pages, block_ids, skip_tokens=skip_tokens)
-
-    def store(
-        self,
-        chain: Chain,
-        shard: Shard,
-        span: range,
-        pages: Pages,
-        block_ids: Sequence[int],
-        *,
-        request: str = "",
-        after: Fence | None = None,
-    ) -> Job:
-        if not self._forked:
-            self._pool.meet(pages)
-        return super().store(chain, shard, span, pages, block_ids, request=request, after=after)
 
     def status(self) -> CacheStatus:
         """How the cache is now; CacheError in a forked child."""

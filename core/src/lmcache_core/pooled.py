@@ -63,6 +63,9 @@ class PoolPort(Protocol):
     def boot_id(self) -> str:
         """Another one means that every earlier lease is void."""
 
+    def meet(self, pages: Pages) -> None:
+        """Told of an engine's pages before anything of theirs is moved."""
+
     def lookup(
         self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None, token_s: float = 0.0
     ) -> Found: ...
@@ -224,6 +227,7 @@ class PooledCache(Cache):
             raise ValueError(f"skip_tokens {skip_tokens} is not whole blocks of {block_tokens} within the first chunk")
         if self._forked:
             return self._refuse("retrieve", hit.request, span)
+        self._pool.meet(pages)
         transfer = self._begin("retrieve", hit.request, span, len(span))
         transfer.shard, transfer.pages, transfer.block_ids = shard, pages, block_ids
         transfer.skip_blocks = skip_tokens // block_tokens
@@ -245,6 +249,7 @@ class PooledCache(Cache):
         _check_span(chain, shard, span, block_ids)
         if self._forked:
             return self._refuse("store", request, span)
+        self._pool.meet(pages)
         transfer = self._begin("store", request, span, 1)
         transfer.shard, transfer.pages, transfer.block_ids, transfer.after = shard, pages, block_ids, after
         transfer.chain = chain
@@ -356,17 +361,7 @@ class PooledCache(Cache):
         return job
 
     def _hit(self, chain: Chain, request: str, found: Found, began: float, token_s: float) -> Hit:
-        hit = Hit(
-            chain,
-            request,
-            found.resident,
-            found.restorable,
-            found.pending,
-            self._pool.boot_id,
-            found.lease_id,
-            found.refused,
-            found.tiers,
-        )
+        hit = found.hit(chain, request, self._pool.boot_id)
         self._requests.looked_up(hit, began, token_s)
         if self.trace is not None:
             self.trace.answered(hit)

@@ -16,6 +16,7 @@ from typing import Any, Final
 from .. import frame, wire
 from ..buffers import Slot
 from ..chain import Chain, Shard
+from ..device import Pages
 from ..errors import BackendUnavailable, CacheError
 from ..index import Entry, Sink, State
 from ..keys import ChunkKey
@@ -114,6 +115,9 @@ class RemotePool:
             return self._changed.wait_for(lambda: self._link is not None, timeout_s)
 
     # PoolPort.
+
+    def meet(self, pages: Pages) -> None:
+        return None
 
     def lookup(
         self, chain: Chain, request: str, on_answered: Callable[[], None] | None = None, token_s: float = 0.0

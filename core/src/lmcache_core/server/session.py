@@ -16,7 +16,6 @@ from ..chain import Chain, Model, Shard
 from ..errors import CapacityError
 from ..index import Entry
 from ..keys import SHARD_ID_NBYTES
-from ..leases import Found
 from ..metrics import Metrics
 from ..pool import Pool
 
@@ -172,7 +171,7 @@ class Session:
 
         found = self._pool.lookup(chain, self._name(request), answered, message.token_s)
         if self._on_answer is not None:
-            self._on_answer(_hit(chain, self._name(request), found, self._pool.boot_id))
+            self._on_answer(found.hit(chain, self._name(request), self._pool.boot_id))
         longest = found.restorable[-1] if found.restorable else 0
         lengths = None if len(found.restorable) == longest else list(found.restorable)
         self.send(
@@ -314,20 +313,6 @@ class Session:
                 extent = self._pool.extent(entry)
                 assert extent is not None  # a daemon's records are in its slab
                 self._send_bytes(wire.encode(wire.ExtentOpened(extent_id, extent.nbytes)), extent.fd)
-
-
-def _hit(chain: Chain, request: str, found: Found, boot_id: str) -> Hit:
-    return Hit(
-        chain,
-        request,
-        found.resident,
-        found.restorable,
-        found.pending,
-        boot_id,
-        found.lease_id,
-        found.refused,
-        found.tiers,
-    )
 
 
 def _slot(entry: Entry) -> tuple[int, int, int]:

@@ -341,13 +341,7 @@ class StoreLaws(BackendSubject):
         source, target = memory.mapping(nbytes, alignment), memory.mapping(nbytes, alignment)
         for mapping in (source, target):
             backend.register(memory.address_of(mapping), len(mapping))
-        key = self.bench.key()
-        data = memory.buffer_in(source, nbytes, alignment)
-        data[:] = memory.payload(key, nbytes)
-        self.bench.backend.put(key, data)
-        into = memory.buffer_in(target, nbytes, alignment)
-        seen = verdict(key, nbytes, into, self.bench.backend.get(key, into))
-        expect(seen == "present", f"through registered memory, a record is {seen}")
+        self._goes_through(source, target, nbytes, "registered memory")
 
     @law(since=(1, 0))
     def test_memory_that_was_let_go_can_be_used_and_registered_again(self) -> None:
@@ -362,14 +356,18 @@ class StoreLaws(BackendSubject):
                 backend.unregister(address, len(mapping))
             else:
                 backend.register(address, len(mapping))
-            key = self.bench.key()
-            view = memory.buffer_in(mapping, nbytes, alignment)
-            view[:] = memory.payload(key, nbytes)
-            self.bench.backend.put(key, view)
-            into = memory.buffer_in(mapping, nbytes, alignment)
-            seen = verdict(key, nbytes, into, self.bench.backend.get(key, into))
-            expect(seen == "present", f"through memory that was {step}, a record is {seen}")
+            self._goes_through(mapping, mapping, nbytes, f"memory that was {step}")
         backend.unregister(address, len(mapping))
+
+    def _goes_through(self, source: mmap.mmap, target: mmap.mmap, nbytes: int, what: str) -> None:
+        """A record that is put from one mapping comes back to the other."""
+        key = self.bench.key()
+        data = memory.buffer_in(source, nbytes, self.bench.alignment)
+        data[:] = memory.payload(key, nbytes)
+        self.bench.backend.put(key, data)
+        into = memory.buffer_in(target, nbytes, self.bench.alignment)
+        seen = verdict(key, nbytes, into, self.bench.backend.get(key, into))
+        expect(seen == "present", f"through {what}, a record is {seen}")
 
     def _calls(self, backend: Backend[Any], key: ChunkKey, nbytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
         data, into = self.bench.record(key, nbytes), self.bench.buffer(nbytes)
