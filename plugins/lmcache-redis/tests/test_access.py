@@ -51,7 +51,7 @@ def test_a_wrong_password_is_known_at_once_and_not_retryable(
         started = time.monotonic()
         with pytest.raises(BackendError) as caught:
             backend.get(new_key(), empty(8))
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 5.0
         assert not caught.value.retryable
         assert "kv" in str(caught.value)
 
@@ -159,7 +159,7 @@ def test_a_stalled_server_over_tls_keeps_nobody_beyond_the_deadline(tls: Server,
                 started = time.monotonic()
                 (result,) = call()
                 assert isinstance(result, BackendUnavailable)
-                assert time.monotonic() - started < 1.0
+                assert time.monotonic() - started < 5.0
         assert comes_back(backend, key, 100_000)
 
 

@@ -223,11 +223,11 @@ def _slots(port: int) -> bytes:
     ],
 )
 def test_a_topology_that_makes_no_sense_is_a_fault(answer: bytes) -> None:
-    with scripted(answers(answer)) as server, open_backend(server.url, cluster=True, timeout_s=1.0) as backend:
+    with scripted(answers(answer)) as server, open_backend(server.url, cluster=True, timeout_s=20.0) as backend:
         started = time.monotonic()
         with pytest.raises(BackendError):
             backend.contains(new_key())
-        assert time.monotonic() - started < 0.9  # known from the answer, not from the clock
+        assert time.monotonic() - started < 10.0  # known from the answer, not from the clock
 
 
 def test_a_node_in_doubt_is_not_the_one_that_is_asked_who_owns_what() -> None:
