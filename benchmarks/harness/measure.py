@@ -132,10 +132,13 @@ def _round_of(peer: Peer, case: str, missing: list[str]) -> Timings:
 
 
 def interleave(sides: Mapping[str, Callable[[], Timings]], rounds: int) -> dict[str, Samples]:
-    """Run the sides in turn, `rounds` times after one round that does not count; figures by side and what was done."""
+    """Run the sides in turn, `rounds` times after one round that does not count; figures by side and what was done.
+
+    Every second round goes the other way round: what a side leaves behind, such as caches, troubles both.
+    """
     samples: dict[str, Samples] = {side: {} for side in sides}
     for number in range(rounds + 1):
-        for side, work in sides.items():
+        for side, work in list(sides.items())[:: -1 if number % 2 else 1]:
             for what, value in work().items():
                 if number:
                     samples[side].setdefault(what, []).append(value)

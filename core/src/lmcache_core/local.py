@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from .requests import RequestReport
 from .tier import TierStatus
 
 _PREFAULT_NBYTES: Final = 2 << 20
+_NICE: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,8 @@ class Prefaultable(Protocol):
 class Prefaults:
     """One thread that has new extents backed: touched first by a copy, they would slow that copy tenfold.
 
-    The thread stays: starting another takes as long as the one that is busy with the memory map lets it.
+    The thread stays: starting another takes as long as the one that is busy with the memory map lets it.  It gives way to
+    all others: a copy that comes sooner backs its pages itself.
     """
 
     def __init__(self) -> None:
@@ -121,6 +125,8 @@ class Prefaults:
             self._thread.join()
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone, on Linux
         while (extent := self._wanted.get()) is not None:
             extent.prefault(lambda: self._stopping)
             del extent  # or its memory would stay until the next one comes

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpe
 from lmcache_core import NamespaceError
 from lmcache_engine_vllm import LMCacheCoreConnector, register
 from lmcache_engine_vllm.geometry import check_groups
+from lmcache_engine_vllm.lookups import Lookup
 from lmcache_engine_vllm.prompts import chain_of
 
 CHUNK = 64
@@ -319,6 +320,44 @@ def test_a_lookup_that_is_not_answered_holds_up_nobody_else(rig: Callable[..., R
     answer.set()
     engine.run()
     assert engine.cached[slow] == 192
+
+
+def test_for_first_answers_a_step_waits_no_longer_in_all_than_the_grace(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rig(lookup_grace_s=0.05)
+    clock, allowed = [0.0], []
+
+    def wait(lookup: Any, timeout_s: float) -> bool:
+        allowed.append(timeout_s)
+        clock[0] += 0.02
+        return bool(lookup._heard.wait(30))
+
+    held = threading.Event()
+    lookup = engine.connector._scheduler._cache.lookup
+    engine.connector._scheduler._cache.lookup = lambda chain, name: held.wait(30) and lookup(chain, name)
+    names = [engine.add(prompt(200, seed=seed)) for seed in range(3)]
+    monkeypatch.setattr("lmcache_engine_vllm.scheduler.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(Lookup, "heard", lambda lookup: False)
+    monkeypatch.setattr(Lookup, "wait", wait)
+    held.set()
+    engine.steps_until(lambda: all(name in engine.history for name in names))
+    assert allowed == pytest.approx([0.05, 0.03, 0.01])
+
+
+def test_a_step_does_not_wait_for_slower_tiers(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = rig(lookup_grace_s=30.0, lookup_timeout_s=60.0)
+    cache = engine.connector._scheduler._cache
+    lookup, there = cache.lookup, threading.Event()
+    cache.lookup = lambda chain, name: (
+        lookup(chain, name) if there.is_set() else replace(lookup(chain, name), pending=True)
+    )
+    slow = engine.add(prompt(200))
+    quick = engine.add(prompt(20, seed=2))
+    engine.steps_until(lambda: quick not in engine.scheduler.requests)
+    assert slow not in engine.history
+    there.set()
+    engine.run()
 
 
 def test_a_request_that_has_waited_hears_of_what_was_stored_meanwhile(

@@ -22,7 +22,7 @@ MAX_WAITING: Final = 65_536
 class Lookup:
     """One question: `hit` is there once `done`, and then holds what it reports until `Lookups.release`."""
 
-    __slots__ = ("_answered", "chain", "deadline", "dropped", "hit", "name")
+    __slots__ = ("_answered", "_heard", "chain", "deadline", "dropped", "hit", "name")
 
     def __init__(self, name: str, chain: Chain, deadline: float) -> None:
         self.name = name
@@ -31,12 +31,21 @@ class Lookup:
         self.hit: Hit | None = None
         self.dropped = False
         self._answered = threading.Event()
+        self._heard = threading.Event()
 
     def done(self) -> bool:
         return self._answered.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        return self._answered.wait(timeout_s)
+        """Until the cache's first word: the answer, or that slower tiers are asked."""
+        return self._heard.wait(timeout_s)
+
+    def heard(self) -> bool:
+        return self._heard.is_set()
+
+    def hear(self) -> None:
+        """The cache has had its first word."""
+        self._heard.set()
 
     def falls_short(self) -> bool:
         """Whether the answer is there, and is not the whole chain."""
@@ -45,6 +54,7 @@ class Lookup:
     def settle(self, hit: Hit | None) -> None:
         self.hit = hit
         self._answered.set()
+        self._heard.set()
 
 
 class Lookups:
@@ -120,6 +130,7 @@ class Lookups:
         now = time.monotonic()
         if hit.pending and now < lookup.deadline:
             heapq.heappush(self._pending, (min(now + _AGAIN_S, lookup.deadline), next(self._order), lookup))
+            lookup.hear()
             return
         lookup.settle(hit)
 

@@ -109,6 +109,8 @@ class SchedulerHalf:
         self._asking = False
         self._prompt = True
         """Whether the cache answered the last question within the grace."""
+        self._grace_left_s = settings.lookup_grace_s
+        """How long this step may still wait for first answers."""
         self._said: set[str] = set()
 
     # What vLLM tells at the start.
@@ -246,6 +248,7 @@ class SchedulerHalf:
             elif self._asking:
                 meta.idle_s = _LOOKUPS_IDLE_S
         self._asking = False
+        self._grace_left_s = self._settings.lookup_grace_s
         return meta
 
     @property
@@ -315,8 +318,10 @@ class SchedulerHalf:
             self._ask(tracked)
             lookup = tracked.lookup
         assert lookup is not None
-        if not lookup.done() and self._prompt:
-            self._prompt = lookup.wait(self._settings.lookup_grace_s)
+        if self._prompt and self._grace_left_s > 0 and not lookup.heard():
+            began = time.monotonic()
+            self._prompt = lookup.wait(self._grace_left_s)
+            self._grace_left_s -= time.monotonic() - began
         if lookup.done():
             self._prompt = True
             if lookup.hit is None:

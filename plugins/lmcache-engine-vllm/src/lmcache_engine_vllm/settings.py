@@ -22,8 +22,8 @@ class Settings:
     """Of the node's daemon, or "auto"; without it the file's `socket`, else a daemon of the engine's own."""
     lookup_timeout_s: float = 0.2
     """How long a request waits in vLLM's queue, in all, to learn what slower tiers have of it."""
-    lookup_grace_s: float = 0.002
-    """How long the scheduler may stand still for the first answer to a request; the daemon's memory is quicker."""
+    lookup_grace_s: float = 0.01
+    """How long a step may stand still, in all, for first answers: on a busy machine the daemon needs some ms."""
     load_timeout_s: float = 10.0
     """After this long without its chunks a load has failed, and they are computed."""
     save_decode: bool = False
