@@ -34,7 +34,7 @@ def _rows_of(options: Options, chunk_nbytes: int, chunks: int, read: Must, write
     for folder in folders.values():
         folder.mkdir()
     with Store(folders["ours"], chunk_nbytes, chunks) as store:
-        huge = huge_share() > 0.5
+        huge = huge_share(store.slab) > 0.5
 
         def limit() -> Timings:
             size = {"file_nbytes": chunk_nbytes, "files": chunks}

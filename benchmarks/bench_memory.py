@@ -1,8 +1,9 @@
 """The memory tier: 32 MiB chunks stored and loaded in batches of 8, through LocalCache.
 
 Ours goes from an engine's pages (32 layers, blocks of 64 KiB in random order) into the slab and back: reserve, copy,
-commit; lookup, copy, release.  The limit copies the same bytes, chunk by chunk, between a private buffer and a warm
-shared mapping whose pages are as large as the slab's.  The peer is its LocalCPUBackend, from and to contiguous tensors.
+commit; lookup, copy, release.  The limit copies the same bytes, chunk by chunk, between two private buffers whose pages
+are as large as the slab's, which is private memory too; a shared mapping is shown beside.  The peer is its
+LocalCPUBackend, from and to contiguous tensors.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ def rows(options: Options) -> Iterator[Row]:
     with memory_cache(2 * BATCH, layout) as cache:
         warm = private_buffer(nbytes, huge=False)
         _fill(cache, model, shard, warm)
-        huge = huge_share() > 0.5
+        huge = huge_share(cache._pool.slab) > 0.5
         source, target = private_buffer(nbytes, huge=huge), private_buffer(nbytes, huge=huge)
         source[:] = random_bytes(nbytes, seed=0)
-        shared = shared_buffer(nbytes, huge=huge)
-        private = private_buffer(nbytes, huge=True), private_buffer(nbytes, huge=True)
+        like_slab, shared = private_buffer(nbytes, huge=huge), shared_buffer(nbytes, huge=huge)
 
         ours = mover(cache, model, shard, source, target, BATCH, TIMEOUT_S)
 
         def limit() -> Timings:
             return {
-                "store": seconds(lambda: _copy(source, shared)),
-                "load": seconds(lambda: _copy(shared, target)),
-                "huge": seconds(lambda: _copy(*private)),
+                "store": seconds(lambda: _copy(source, like_slab)),
+                "load": seconds(lambda: _copy(like_slab, target)),
+                "shared store": seconds(lambda: _copy(source, shared)),
+                "shared load": seconds(lambda: _copy(shared, target)),
             }
 
         measured = paired(
@@ -67,11 +68,11 @@ def rows(options: Options) -> Iterator[Row]:
     for what in ("store", "load"):
         yield measured.row(
             "memory", what, "GiB/s", what, gibps(nbytes), must=must,
-            note=f"{size}, slab in {pages}; limit: np.copyto between private and shared memory in {pages}",
+            note=f"{size}, slab in {pages}; limit: np.copyto between private buffers in {pages}",
         )  # fmt: skip
         yield measured.row(
-            "memory", f"{what}, beside private memory", "GiB/s", what, gibps(nbytes), limit="huge", peer="none",
-            note="limit: np.copyto from private to private memory, huge pages on both sides; peer: the row above",
+            "memory", f"{what}, beside shared memory", "GiB/s", what, gibps(nbytes), limit=f"shared {what}", peer="none",
+            note="limit: np.copyto between a private buffer and a warm shared mapping; peer: the row above",
         )  # fmt: skip
 
 

@@ -164,7 +164,7 @@ class _Bare:
         if segment:
             self._config.preferred_segment = self._store.get_hostname()
         self._nbytes = PAGE_NBYTES + nbytes
-        self._slab = Slab(2 * records * self._nbytes, 2 * records * self._nbytes)
+        self._slab = Slab(2 * records * self._nbytes, 2 * records * self._nbytes, shared=False)
         slots = [self._slab.take(self._nbytes) for _ in range(2 * records)]
         (extent,) = self._slab.extents.values()
         assert not self._store.register_buffer(extent.address, extent.nbytes)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from harness import vllm as vllms
-from harness.caches import huge_share
 from harness.daemon import Served, serve
 from harness.fio import JOBS, find_fio, fio_round
 from harness.measure import GiB, MiB, Options, Timings, interleave, load_average, paired
@@ -157,7 +156,6 @@ def _disk_rows(
     folder, store = options.directory / "disk", options.directory / "store"
     lengths = [length for both in prompts.values() for length in both]
     wanted = [(length, number) for number in range(1, options.rounds + 2) for length in lengths]
-    huge = huge_share() > 0.5
 
     @contextmanager
     def running(name: str) -> Iterator[tuple[Engine, Served]]:
@@ -193,7 +191,7 @@ def _disk_rows(
             figures = {}
             for length in lengths:
                 files = -(-_whole(length) // vllms.BLOCK_TOKENS // JOBS) * JOBS
-                read = fio_round(store, file_nbytes=size, files=files, huge=huge)["read"]
+                read = fio_round(store, file_nbytes=size, files=files, huge=False)["read"]
                 figures[f"extra {length}"] = read * (_whole(length) // vllms.BLOCK_TOKENS) / files
             return figures
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lmcache_core.buffers import Slab
 from lmcache_core.cache import JobResult
 from lmcache_core.chain import Chain, Group, GroupKind, Model, Shard
 from lmcache_core.config import parse_config
@@ -22,8 +23,6 @@ from lmcache_core.opening import open_cache
 from .measure import Bytes, Timings, check_equal, seconds
 
 CHUNK_TOKENS = 256
-EXTENT = "memfd:lmcache-extent"
-"""How the kernel names the memory of a cache."""
 _prompts = count()
 
 
@@ -72,31 +71,31 @@ def paged(memory: Bytes, layout: Layout) -> list[list[Bytes]]:
     return [list(memory.reshape(region.layers, -1, region.block_nbytes))]
 
 
-def backed_nbytes() -> int:
-    """Bytes of this process's extents that the kernel has backed with memory."""
-    found: dict[int, int] = {}
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            if EXTENT in os.readlink(link):
-                status = os.stat(link)
-                found[status.st_ino] = status.st_blocks * 512  # a mapping keeps a second descriptor
-        except OSError:  # it was closed meanwhile
-            continue
-    return sum(found.values())
+def backed_nbytes(slab: Slab) -> int:
+    """Bytes of the slab that the kernel has backed with memory."""
+    return _mapped(slab)["Rss:"]
 
 
-def huge_share() -> float:
-    """The share of this process's extents that the kernel maps with huge pages."""
-    ours, huge, resident = False, 0, 0
+def huge_share(slab: Slab) -> float:
+    """The share of what is backed of the slab that the kernel maps with huge pages."""
+    found = _mapped(slab)
+    huge = sum(found[kind] for kind in ("AnonHugePages:", "ShmemPmdMapped:", "Private_Hugetlb:", "Shared_Hugetlb:"))
+    return huge / found["Rss:"] if found["Rss:"] else 0.0
+
+
+def _mapped(slab: Slab) -> Counter[str]:
+    """Bytes by kind, as the kernel tells them of the maps that the slab's extents lie in."""
+    wanted = [(extent.address, extent.address + extent.nbytes) for extent in list(slab.extents.values())]
+    ours, found = False, Counter[str]()
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head, _, rest = line.partition(" ")
-        if not head.endswith(":"):
-            ours = EXTENT in rest
-        elif ours and head in ("ShmemPmdMapped:", "Private_Hugetlb:", "Shared_Hugetlb:"):
-            huge += int(rest.split()[0])
-        elif ours and head == "Rss:":
-            resident += int(rest.split()[0])
-    return huge / resident if resident else 0.0
+        if head.endswith(":"):
+            if ours and rest.endswith("kB"):
+                found[head] += int(rest.split()[0]) << 10
+        else:
+            start, stop = (int(part, 16) for part in head.split("-"))
+            ours = any(start < end and begin < stop for begin, end in wanted)
+    return found
 
 
 def ended(result: JobResult | None) -> JobResult:

@@ -40,9 +40,9 @@ class TierSlots:
         )
         self.tier.start()
         record_nbytes = frame.record_nbytes(nbytes)
-        self._slab = Slab(2 * records * record_nbytes)
-        self._slab.on_map = lambda extent: self.tier.register(extent.address, extent.nbytes)
-        self._slab.on_unmap = lambda extent: self.tier.unregister(extent.address, extent.nbytes)
+        self.slab = Slab(2 * records * record_nbytes, shared=False)
+        self.slab.on_map = lambda extent: self.tier.register(extent.address, extent.nbytes)
+        self.slab.on_unmap = lambda extent: self.tier.unregister(extent.address, extent.nbytes)
         self.sources = [self._slot(record_nbytes) for _ in range(records)]
         self.targets = [self._slot(record_nbytes) for _ in range(records)]
         for number, source in enumerate(self.sources):
@@ -103,7 +103,7 @@ class TierSlots:
         self.tier.close()
         self._events.close()
         self.sources, self.targets = [], []
-        self._slab.close()
+        self.slab.close()
 
     def __enter__(self) -> Self:
         return self
@@ -112,9 +112,9 @@ class TierSlots:
         self.close()
 
     def _slot(self, nbytes: int) -> memoryview:
-        slot = self._slab.take(nbytes)
+        slot = self.slab.take(nbytes)
         assert slot is not None, "the slab is too small"
-        view = self._slab.view(slot)
+        view = self.slab.view(slot)
         np.frombuffer(view, np.uint8).fill(1)
         return view
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 from gil_probe import releases_gil
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,7 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lmcache_core import buffers
 from lmcache_core.buffers import Extent, Slab, Slot, check_host_memory, copy_bytes, host_limits
+from lmcache_core.config import parse_config
 from lmcache_core.errors import CapacityError
+from lmcache_core.opening import open_cache
 
 PAGE = 4096
 
@@ -155,6 +158,48 @@ print(here, os.waitstatus_to_exitcode(status))
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout.split() == ["1", "0"]
+
+
+def test_private_memory_has_no_descriptor_and_goes_with_its_last_view() -> None:
+    extent = Extent(9, 4 << 20, shared=False)
+    mapped, view = f"{extent.address:x}-", extent.view
+    assert not fds()
+    with pytest.raises(RuntimeError, match="extent 9 is private"):
+        _ = extent.fd
+    view[100:105] = b"hello"
+    extent.close()
+    assert bytes(view[100:105]) == b"hello"
+    assert mapped in Path("/proc/self/maps").read_text()
+    del view
+    assert mapped not in Path("/proc/self/maps").read_text()
+
+
+def test_a_forked_child_does_not_inherit_private_memory() -> None:
+    code = """
+import os
+from lmcache_core.buffers import Extent
+extent = Extent(0, 1 << 20, shared=False)
+def count():
+    with open("/proc/self/maps") as lines:
+        spans = [[int(part, 16) for part in line.split()[0].split("-")] for line in lines]
+    return sum(start <= extent.address < stop for start, stop in spans)
+here = count()
+child = os.fork()
+if not child:
+    os._exit(count())
+_, status = os.waitpid(child, 0)
+print(here, os.waitstatus_to_exitcode(status))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert ran.stdout.split() == ["1", "0"]
+
+
+def test_a_cache_of_one_process_has_private_memory() -> None:
+    config = parse_config("{device: cpu, tiers: [{name: host, backend: memory, capacity: 1MiB}]}", "test", environ={})
+    with open_cache(config) as cache:
+        assert tiny.store(cache, tiny.chain(2)).ok_chunks == 2
+        assert not fds()
+        assert not maps()
 
 
 def test_a_child_program_does_not_inherit_the_descriptor() -> None:

@@ -1,4 +1,4 @@
-"""Host memory that chunks live in and travel through: memfd extents, divided into slots of one size."""
+"""Host memory that chunks live in and travel through: extents, shared or private, divided into slots of one size."""
 
 from __future__ import annotations
 
@@ -63,24 +63,32 @@ class Slot:
 
 
 class Extent:
-    """One sealed memfd, mapped; the unit of prefault, pinning and size class."""
+    """One map, of a sealed memfd if it is `shared`; the unit of prefault, pinning and size class.
+
+    A private one needs no descriptor, and has huge pages where the kernel gives them to a program that asks; those of
+    shared memory have a switch of their own, which is off by default.
+    """
 
     __slots__ = (
-        "_mmap", "address", "dropped", "extent_id", "fd", "free", "last_used", "nbytes", "slot_nbytes", "slots", "view",
+        "_fd", "_mmap", "address", "dropped", "extent_id", "free", "last_used", "nbytes", "slot_nbytes", "slots", "view",
     )  # fmt: skip
 
-    def __init__(self, extent_id: int, nbytes: int) -> None:
+    def __init__(self, extent_id: int, nbytes: int, *, shared: bool = True) -> None:
         self.dropped = False
         self.extent_id = extent_id
         self.nbytes = nbytes
-        self.fd = os.memfd_create(f"lmcache-extent-{extent_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, nbytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_SHRINK_GROW)
-            self._mmap = mmap.mmap(self.fd, nbytes)
-        except BaseException:
-            os.close(self.fd)
-            raise
+        self._fd: int | None = None
+        if shared:
+            self._fd = os.memfd_create(f"lmcache-extent-{extent_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.ftruncate(self._fd, nbytes)
+                fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _F_SEAL_SHRINK_GROW)
+                self._mmap = mmap.mmap(self._fd, nbytes)
+            except BaseException:
+                os.close(self._fd)
+                raise
+        else:
+            self._mmap = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         not_for_children(self._mmap)
         if nbytes >= _HUGE_PAGE_NBYTES:
             try:
@@ -94,6 +102,13 @@ class Extent:
         self.slots = 0
         self.free: list[int] = []
         self.last_used = 0
+
+    @property
+    def fd(self) -> int:
+        """Of shared memory, for another process to map."""
+        if self._fd is None:
+            raise RuntimeError(f"extent {self.extent_id} is private memory, which no other process can map")
+        return self._fd
 
     def divide(self, slot_nbytes: int) -> None:
         """Make this empty extent one of slots of `slot_nbytes`."""
@@ -109,21 +124,30 @@ class Extent:
 
     def close(self) -> None:
         """Give up the descriptor and our reference: the map goes when the last view of it does."""
-        os.close(self.fd)
+        self.close_fd()
         self.view = memoryview(b"")
         del self._mmap
 
+    def close_fd(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
 
 class Slab:
-    """The host memory of a cache: extents up to a total.  Called under its pool's lock, it needs none of its own."""
+    """The host memory of a cache: extents up to a total, `shared` if other processes are to map them.
 
-    def __init__(self, capacity_nbytes: int, extent_nbytes: int | None = None) -> None:
+    Called under its pool's lock, it needs none of its own.
+    """
+
+    def __init__(self, capacity_nbytes: int, extent_nbytes: int | None = None, *, shared: bool = True) -> None:
         if capacity_nbytes < PAGE_NBYTES:
             raise CapacityError(f"a capacity of {capacity_nbytes} bytes has no room for a page of {PAGE_NBYTES}")
         check_host_memory(capacity_nbytes)
         self.capacity_nbytes = capacity_nbytes
         self.extent_nbytes = extent_nbytes or _default_extent(capacity_nbytes)
         self.extents: dict[int, Extent] = {}
+        self._shared = shared
         self.used_nbytes = 0
         """Sum of the extents, which is what the kernel may have to back."""
         self.on_map: Callable[[Extent], None] = lambda extent: None
@@ -199,7 +223,7 @@ class Slab:
         nbytes -= nbytes % slot_nbytes
         if not nbytes:
             return None
-        extent = Extent(self._next_id, nbytes)
+        extent = Extent(self._next_id, nbytes, shared=self._shared)
         self._next_id += 1
         self.extents[extent.extent_id] = extent
         self.used_nbytes += nbytes

@@ -87,7 +87,7 @@ def _open_cache(
             admission=admission,
             log_request=log_request,
         )
-    pool, events = open_pool(config, metrics, device)
+    pool, events = open_pool(config, metrics, device, shared=False)
     log.info("this process alone uses the host memory: every other that opens a cache of its own takes as much again")
     return LocalCache(
         pool,
@@ -100,10 +100,12 @@ def _open_cache(
     )
 
 
-def open_pool(config: CacheConfig, metrics: Metrics, device: Device | None = None) -> tuple[Pool, Events]:
+def open_pool(
+    config: CacheConfig, metrics: Metrics, device: Device | None = None, *, shared: bool
+) -> tuple[Pool, Events]:
     """The pool that a configuration describes, with its tiers started, and the events that they emit to.
 
-    `device` is that of an engine in this process, whose records may go past host memory.
+    Other processes can map its memory if it is `shared`.  `device` is that of an engine in this process, whose records may go past host memory.
     """
     use = config.plugins
     host = config.host
@@ -111,7 +113,7 @@ def open_pool(config: CacheConfig, metrics: Metrics, device: Device | None = Non
     assert capacity is not None
     new_policy = _policy(host.policy if host is not None else "lru", use)
     below = [tier for tier in config.tiers if tier is not host]
-    slab = Slab(capacity)
+    slab = Slab(capacity, shared=shared)
     events = open_events(config, metrics)
     history = History()
     queue_nbytes = max(capacity // 4, 1)

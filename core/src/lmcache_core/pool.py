@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 import uuid
@@ -567,7 +566,7 @@ class Pool:
     def in_forked_child(self) -> None:
         """See `forks`: the slab's descriptors would keep its memory when the parent is gone."""
         for extent in self.slab.extents.values():
-            os.close(extent.fd)
+            extent.close_fd()
 
     def _extent_mapped(self, extent: Extent) -> None:
         for tier in self.tiers:

@@ -193,17 +193,18 @@ def _memory(wanted: int, daemon_runs: bool) -> Iterator[Diagnosis]:
 
 
 def _huge_pages(root: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> Iterator[Diagnosis]:
-    with contextlib.suppress(OSError):
-        setting = (root / "shmem_enabled").read_text(encoding="ascii")
-        chosen = setting[setting.find("[") + 1 : setting.find("]")]
-        if chosen in ("never", "deny"):
-            yield Diagnosis(
-                "note",
-                f"huge pages for shared memory: {chosen}",
-                f"echo advise > {root}/shmem_enabled makes copies cheaper",
-            )
-        else:
-            yield Diagnosis("ok", f"huge pages for shared memory: {chosen}")
+    for kind, name, advised in (
+        ("shared memory, a daemon's", "shmem_enabled", "advise"),
+        ("private memory, a cache's in the engine's process", "enabled", "madvise"),
+    ):
+        with contextlib.suppress(OSError):
+            setting = (root / name).read_text(encoding="ascii")
+            chosen = setting[setting.find("[") + 1 : setting.find("]")]
+            if chosen in ("never", "deny"):
+                remedy = f"echo {advised} > {root}/{name} makes copies cheaper"
+                yield Diagnosis("note", f"huge pages for {kind}: {chosen}", remedy)
+            else:
+                yield Diagnosis("ok", f"huge pages for {kind}: {chosen}")
 
 
 def _clock(now: float) -> Iterator[Diagnosis]:

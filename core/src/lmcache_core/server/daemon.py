@@ -55,7 +55,7 @@ class Daemon:
         self._server = config.server
         self.socket_path = socket_path or config.daemon_socket
         self.metrics = Metrics()
-        self._pool, self._events = open_pool(config, self.metrics)
+        self._pool, self._events = open_pool(config, self.metrics, shared=True)
         try:
             self._trace = open_daemons_trace(config.trace)
         except ConfigError:
