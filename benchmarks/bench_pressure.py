@@ -165,7 +165,8 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._stop.wait(SAMPLE_INTERVAL_S):
-            self.peak_nbytes = max(self.peak_nbytes, backed_nbytes(self._cache._pool.slab), self._cache.status().used_nbytes)
+            backed = backed_nbytes(self._cache._pool.slab)
+            self.peak_nbytes = max(self.peak_nbytes, backed, self._cache.status().used_nbytes)
             self.samples += 1
 
     def __enter__(self) -> Self:

@@ -1,7 +1,9 @@
 """What the connector costs vLLM when it brings nothing: CPU-seconds of all processes, ours with the daemon's.
 
 Two loads on SmolLM2-135M with vLLM's own prefix cache on: short random prompts, which nobody asked before, and prompts
-with common beginnings that vLLM's own cache holds.  The limit is the same engine without us, in the same rounds.
+with common beginnings that vLLM's own cache holds.  The limit is the same engine without us.  The sides take turns
+every 8 requests, some 3 seconds, and a round is the sum of 6 such turns: vLLM's processes spin while they wait for each
+other, and how much CPU time that takes drifts by more than what is to be seen.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ from typing import Any, Final
 
 from harness import vllm as vllms
 from harness.daemon import serve
-from harness.measure import MiB, Options, Timings, paired
+from harness.measure import MiB, Options, Timings, interleave, load_average
 from harness.peer import Missing
-from harness.report import Must, Row
+from harness.report import Must, Row, row_of
 
 KV_NBYTES: Final = 768 * MiB
 HOST_NBYTES: Final = 256 * MiB
 """Full after the round that does not count, as a cache in service is."""
 PAIRS: Final = 7
+TURN_REQUESTS: Final = 8
+"""As many as an engine works on at a time."""
 ANSWER_TOKENS: Final = 16
 RANDOM_TOKENS: Final = (32, 512)
 DOCUMENTS: Final = 16
@@ -43,12 +47,13 @@ def rows(options: Options) -> Iterator[Row]:
     if not options.quick and options.rounds < PAIRS:
         print(f"vllm-idle: fewer than {PAIRS} pairs: 2 % are not to be seen", file=sys.stderr)
     model = vllms.model(vllm, "smollm2")
-    requests = 8 if options.quick else 48
+    turns = 1 if options.quick else 6
+    requests = turns * TURN_REQUESTS
     with ExitStack() as stack:
         served = stack.enter_context(serve(options.directory / "d", HOST_NBYTES, chunk_tokens=vllms.BLOCK_TOKENS))
         both = {
             "kv_cache_memory_bytes": KV_NBYTES,
-            "max_num_seqs": 8,
+            "max_num_seqs": TURN_REQUESTS,
             "enable_prefix_caching": True,
         }
         transfer = vllms.ours(served.socket, options.directory)
@@ -62,26 +67,29 @@ def rows(options: Options) -> Iterator[Row]:
             ("no hits", f"{requests} random prompts of {RANDOM_TOKENS[0]} to {RANDOM_TOKENS[1]} tokens", _random),
             ("fits vLLM's cache", f"{requests} questions on {DOCUMENTS} texts of {DOCUMENT_TOKENS} tokens", _questions),
         ):
-            measured = paired(
-                options,
-                {
-                    "ours": _side(ours, (ours.pid, served.pid), prompts, requests),
-                    "limit": _side(alone, (alone.pid,), prompts, requests),
-                },
-            )
-            note = f"{name}, {ANSWER_TOKENS} tokens answered; limit: the same engine without us"
-            yield measured.row("vllm-idle", load, "CPU-s", "cpu", float, must=AT_MOST, note=note)
-            yield measured.row("vllm-idle", f"{load}, wall time", "s", "wall", float, note="the same rounds")
+            began = load_average()
+            sides = {
+                "ours": _side(ours, (ours.pid, served.pid), prompts),
+                "limit": _side(alone, (alone.pid,), prompts),
+            }
+            samples = interleave(sides, (options.rounds + 1) * turns)
+            note = f"{name} a round, {ANSWER_TOKENS} tokens answered; limit: the same engine without us"
+            for what, row, unit, must in (("cpu", load, "CPU-s", AT_MOST), ("wall", f"{load}, wall time", "s", None)):
+                mine, limit = (_rounds(samples[side][what], turns) for side in sides)
+                yield row_of("vllm-idle", row, unit, mine, limit=limit, must=must, load=began, note=note)
 
 
-def _side(
-    engine: Any, pids: tuple[int, ...], prompts: Callable[[int, int], list[Tokens]], requests: int
-) -> Callable[[], Timings]:
-    """CPU and wall seconds of one round; both sides are asked the same in the same round."""
-    rounds = iter(range(1 << 30))
+def _rounds(turns: list[float], each: int) -> list[float]:
+    """Sums of `each` turns, without the first such sum: caches fill in it."""
+    return [sum(turns[start : start + each]) for start in range(each, len(turns), each)]
+
+
+def _side(engine: Any, pids: tuple[int, ...], prompts: Callable[[int], list[Tokens]]) -> Callable[[], Timings]:
+    """CPU and wall seconds of one turn; both sides are asked the same in it."""
+    turns = iter(range(1 << 30))
 
     def one() -> Timings:
-        asked = [{"prompt_token_ids": tokens} for tokens in prompts(requests, next(rounds))]
+        asked = [{"prompt_token_ids": tokens} for tokens in prompts(next(turns))]
         engine.resume()
         try:
             before, began = vllms.cpu_s(*pids), time.perf_counter()
@@ -95,16 +103,16 @@ def _side(
     return one
 
 
-def _random(requests: int, number: int) -> list[Tokens]:
-    words = random.Random(number)
-    return [_words(words, words.randint(*RANDOM_TOKENS)) for _ in range(requests)]
+def _random(turn: int) -> list[Tokens]:
+    words = random.Random(turn)
+    return [_words(words, words.randint(*RANDOM_TOKENS)) for _ in range(TURN_REQUESTS)]
 
 
-def _questions(requests: int, number: int) -> list[Tokens]:
-    """Each text comes up as often as the others; the questions are new in every round."""
-    words = random.Random(-1 - number)
-    texts = [_words(random.Random(1 << 20 | each), DOCUMENT_TOKENS) for each in range(DOCUMENTS)]
-    return [texts[each % DOCUMENTS] + _words(words, QUESTION_TOKENS) for each in range(requests)]
+def _questions(turn: int) -> list[Tokens]:
+    """Each text comes up as often as the others; the questions are new in every turn."""
+    words = random.Random(-1 - turn)
+    texts = [(TURN_REQUESTS * turn + each) % DOCUMENTS for each in range(TURN_REQUESTS)]
+    return [_words(random.Random(1 << 20 | text), DOCUMENT_TOKENS) + _words(words, QUESTION_TOKENS) for text in texts]
 
 
 def _words(words: random.Random, count: int) -> Tokens:

@@ -186,8 +186,7 @@ class Sample:
 
 def sample(pid: int, at_s: float) -> Sample:
     """What a process uses now."""
-    rollup = _fields(Path(f"/proc/{pid}/smaps_rollup").read_text())
-    status = _fields(Path(f"/proc/{pid}/status").read_text())
+    rss, private, slab = _memory(Path(f"/proc/{pid}/smaps").read_text())
     times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     extents = descriptors = 0
     for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -196,9 +195,9 @@ def sample(pid: int, at_s: float) -> Sample:
             descriptors += 1
     return Sample(
         at_s,
-        rss=rollup["Rss"],
-        private=rollup["Anonymous"],
-        slab=status["RssShmem"],
+        rss=rss,
+        private=private,
+        slab=slab,
         extents=extents,
         descriptors=descriptors - extents,
         threads=len(os.listdir(f"/proc/{pid}/task")),
@@ -206,10 +205,22 @@ def sample(pid: int, at_s: float) -> Sample:
     )
 
 
-def _fields(text: str) -> dict[str, int]:
-    """The sizes in a file of /proc, in bytes."""
-    lines = (line.split() for line in text.splitlines())
-    return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
+def _memory(smaps: str) -> tuple[int, int, int]:
+    """Bytes that are resident, those of them that are private, and those of the slab: what a forked child has not."""
+    rss = private = slab = resident = anonymous = 0
+    for line in smaps.splitlines():
+        name, *rest = line.split()
+        if name == "Rss:":
+            resident = int(rest[0]) << 10
+        elif name == "Anonymous:":
+            anonymous = int(rest[0]) << 10
+        elif name == "VmFlags:":  # the last of a map
+            rss += resident
+            if "dc" in rest:
+                slab += resident
+            else:
+                private += anonymous
+    return rss, private, slab
 
 
 def after_warming_up(samples: list[Sample]) -> list[Sample]:

@@ -343,6 +343,10 @@ def test_limits_are_read_from_the_machine(tmp_path: Path) -> None:
     assert [d.level for d in checks._huge_pages(tmp_path)] == ["note"]
     (tmp_path / "shmem_enabled").write_text("always [advise] never\n")
     assert [d.level for d in checks._huge_pages(tmp_path)] == ["ok"]
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    shared, private = checks._huge_pages(tmp_path)
+    assert (shared.level, private.level) == ("ok", "note")
+    assert f"echo madvise > {tmp_path}/enabled" in private.remedy
     assert [d.level for d in checks._clock(1e9)] == ["error"]
     texts = [d.text for d in checks.limits(CacheConfig(), daemon_runs=False)]
     for word in ("host memory", "memlock", "open files"):

@@ -48,6 +48,19 @@ class Slow:
             pass
 
 
+def test_it_gives_way_to_whoever_computes_and_nobody_else_does() -> None:
+    prefaults, extent = Prefaults(), Slow()
+    here = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    prefaults.start(extent)
+    assert extent.begun.wait(5)
+    assert extent.thread is not None
+    assert extent.thread.native_id is not None
+    assert os.getpriority(os.PRIO_PROCESS, extent.thread.native_id) == max(here, 10)
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == here
+    extent.let.set()
+    prefaults.join()
+
+
 def test_one_thread_backs_extents_one_after_the_other_and_starting_waits_for_none() -> None:
     prefaults, extents = Prefaults(), [Slow() for _ in range(3)]
     began = time.monotonic()

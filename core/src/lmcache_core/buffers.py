@@ -70,7 +70,8 @@ class Extent:
     """
 
     __slots__ = (
-        "_fd", "_mmap", "address", "dropped", "extent_id", "free", "last_used", "nbytes", "slot_nbytes", "slots", "view",
+        "_fd", "_mmap", "address", "dropped", "extent_id", "free", "last_used", "nbytes", "slot_nbytes", "slots",
+        "view",
     )  # fmt: skip
 
     def __init__(self, extent_id: int, nbytes: int, *, shared: bool = True) -> None:

@@ -99,8 +99,8 @@ class Prefaultable(Protocol):
 class Prefaults:
     """One thread that has new extents backed: touched first by a copy, they would slow that copy tenfold.
 
-    The thread stays: starting another takes as long as the one that is busy with the memory map lets it.  It gives way to
-    all others: a copy that comes sooner backs its pages itself.
+    The thread stays: starting another takes as long as the one that is busy with the memory map lets it.  It gives way
+    to all others: a copy that comes sooner backs its pages itself.
     """
 
     def __init__(self) -> None:

@@ -105,7 +105,8 @@ def open_pool(
 ) -> tuple[Pool, Events]:
     """The pool that a configuration describes, with its tiers started, and the events that they emit to.
 
-    Other processes can map its memory if it is `shared`.  `device` is that of an engine in this process, whose records may go past host memory.
+    Other processes can map its memory if it is `shared`.  `device` is that of an engine in this process, whose records
+    may go past host memory.
     """
     use = config.plugins
     host = config.host
