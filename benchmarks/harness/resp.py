@@ -15,7 +15,7 @@ import numpy as np
 from lmcache_core.backend import Backend, Context
 from lmcache_core.keys import ChunkKey
 
-from .measure import MiB, Options, Timings, check_equal, gibps, paired, random_bytes, seconds, shared_buffer
+from .measure import MiB, Options, Timings, check_equal, gibps, paired, private_buffer, random_bytes, seconds
 from .peer import Missing
 from .report import Must, Row
 from .servers import running, version
@@ -111,8 +111,8 @@ class _Records:
     """What is stored, and where it comes back to; touched memory that all sides share."""
 
     def __init__(self, chunk_nbytes: int, chunks: int) -> None:
-        self.sources = shared_buffer(chunks * chunk_nbytes, huge=True).reshape(chunks, chunk_nbytes)
-        self.targets = shared_buffer(chunks * chunk_nbytes, huge=True).reshape(chunks, chunk_nbytes)
+        self.sources = private_buffer(chunks * chunk_nbytes, huge=True).reshape(chunks, chunk_nbytes)
+        self.targets = private_buffer(chunks * chunk_nbytes, huge=True).reshape(chunks, chunk_nbytes)
         for number, source in enumerate(self.sources):
             source[:] = random_bytes(chunk_nbytes, seed=number)
 

@@ -48,8 +48,8 @@ class Slow:
             pass
 
 
-def test_it_gives_way_to_whoever_computes_and_nobody_else_does() -> None:
-    prefaults, extent = Prefaults(), Slow()
+def test_where_it_is_nice_it_gives_way_to_whoever_computes_and_nobody_else_does() -> None:
+    prefaults, extent = Prefaults(nice=10), Slow()
     here = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     prefaults.start(extent)
     assert extent.begun.wait(5)

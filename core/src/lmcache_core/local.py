@@ -22,7 +22,6 @@ from .requests import RequestReport
 from .tier import TierStatus
 
 _PREFAULT_NBYTES: Final = 2 << 20
-_NICE: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +98,12 @@ class Prefaultable(Protocol):
 class Prefaults:
     """One thread that has new extents backed: touched first by a copy, they would slow that copy tenfold.
 
-    The thread stays: starting another takes as long as the one that is busy with the memory map lets it.  It gives way
-    to all others: a copy that comes sooner backs its pages itself.
+    The thread stays: starting another takes as long as the one that is busy with the memory map lets it.  It may be
+    `nice` to the machine, where no thread of the process has to wait for its memory map: that would take longer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nice: int = 0) -> None:
+        self._nice = nice
         self._wanted: queue.SimpleQueue[Prefaultable | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopping = False
@@ -125,8 +125,9 @@ class Prefaults:
             self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread alone, on Linux
+        if self._nice:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)  # of this thread alone, on Linux
         while (extent := self._wanted.get()) is not None:
             extent.prefault(lambda: self._stopping)
             del extent  # or its memory would stay until the next one comes

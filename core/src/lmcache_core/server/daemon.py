@@ -62,7 +62,7 @@ class Daemon:
             self._pool.close()
             self._events.close()
             raise
-        self._prefaults = Prefaults()
+        self._prefaults = Prefaults(nice=10)  # engines compute meanwhile
         self._pool.slab.on_grow = self._prefaults.start
         self._pool.slab.on_drop = self._extent_dropped
         add_pool_gauges(self.metrics, self._pool)
