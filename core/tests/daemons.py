@@ -47,7 +47,8 @@ def serving(
     grace_s = settings.pop("grace_s", 0.0)
     events = settings.pop("events", None) or Events(None)
 
-    def opened(config: CacheConfig, metrics: Any) -> tuple[Pool, Events]:
+    def opened(config: CacheConfig, metrics: Any, *, shared: bool) -> tuple[Pool, Events]:
+        assert shared
         return tiny.open_pool(backends, metrics=metrics, events=events, **settings), events
 
     with patch.object(daemon_module, "open_pool", opened):

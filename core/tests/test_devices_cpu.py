@@ -394,10 +394,80 @@ def test_a_thread_that_waits_for_the_gil_has_it_between_short_copies_too(
             slept.append(seconds)
 
     monkeypatch.setattr(lmcache_core.devices.cpu, "time", Clock())
+    monkeypatch.setattr(lmcache_core.devices.cpu, "_STACK_NBYTES", 0)  # else one copy, where they lie so by chance
     layout = Layout(chunk_tokens=4, regions=(region("kv", 35, 64),))
     engine = Engine.of(layout)
     DEVICE.gather(engine.pages, [1], layout, buffers(layout, 1))
     assert slept == [1e-6] * naps
+
+
+NBYTES = 32
+PLACES = {
+    "adjacent": [0, 24, 48, 72, 96],
+    "apart": [0, 29, 58, 87, 116],
+    "in two heaps": [0, 24, 100, 124, 148],
+    "at any distance": [0, 30, 70, 94, 150],
+    "backwards": [120, 90, 60, 30, 0],
+    "overlapping": [0, 12, 24, 36, 48],
+    "no whole block apart": [0, 24.25, 48.5, 72.75, 97],
+}
+"""Where the layers begin in one piece of memory, in blocks."""
+
+
+@pytest.mark.parametrize("stack_nbytes", [0, 2 * 3 * NBYTES, 4 << 20])
+@pytest.mark.parametrize("ids", [[7, 3, 11, 0, 23, 4], [7, 8, 9, 2, 3, 4]], ids=["scattered", "neighbours"])
+@pytest.mark.parametrize("skip", [0, 1, 3])
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_layers_lie_in_one_piece_of_memory_all_of_them_and_nothing_else_is_moved(
+    place: str, skip: int, ids: list[int], stack_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lmcache_core.devices.cpu, "_STACK_NBYTES", stack_nbytes)
+    layout = Layout(chunk_tokens=12, regions=(region("kv", 5, NBYTES),))
+
+    def engine() -> tuple[Any, Engine]:
+        memory = np.full(200 * NBYTES, POISON, np.uint8)
+        starts = [int(blocks * NBYTES) for blocks in PLACES[place]]
+        return memory, Engine(layout, [[memory[s : s + BLOCKS * NBYTES].reshape(BLOCKS, NBYTES) for s in starts]])
+
+    memory, source = engine()
+    memory[:] = np.random.default_rng(12).integers(0, 256, len(memory), np.uint8)
+    out = buffers(layout, 2)
+    DEVICE.gather(source.pages, ids, layout, out)
+    assert [bytes(buffer) for buffer in out] == [source.chunk(ids[:3]), source.chunk(ids[3:])]
+    (memory, target), (expected, apart) = engine(), engine()
+    DEVICE.scatter(out, layout, target.pages, ids, skip_blocks=skip)
+    for layer, page in enumerate(apart.pages[0]):
+        for number, block in enumerate(ids[skip:], start=skip):
+            start = (layer * 3 + number % 3) * NBYTES
+            page[block] = np.frombuffer(out[number // 3][start : start + NBYTES], np.uint8)
+    assert memory.tobytes() == expected.tobytes()
+
+
+def test_layers_at_equal_distances_are_copied_in_one_call_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    share = CpuDevice._share
+
+    def counted(device: CpuDevice, copy: Any, planes: Any, *more: Any) -> None:
+        copied.append(len(planes))
+        share(device, copy, planes, *more)
+
+    monkeypatch.setattr(CpuDevice, "_share", counted)
+    layout = Layout(chunk_tokens=4, regions=(region("kv", 30, 64),))
+    pages = [list(np.zeros((30, BLOCKS, 64), np.uint8))]
+    DEVICE.gather(pages, [5, 6], layout, buffers(layout, 2))
+    DEVICE.scatter(buffers(layout, 2), layout, pages, [5, 6])
+    DEVICE.gather(pages, [5, 6], layout, buffers(layout, 2), layers=range(3, 12))
+    DEVICE.gather([[*pages[0][:29], np.zeros((BLOCKS, 64), np.uint8)]], [5, 6], layout, buffers(layout, 2))
+    assert copied == [1, 1, 1, 2]
+
+
+def test_a_layer_that_may_not_be_written_is_not_written_beside_those_that_may() -> None:
+    layout = Layout(chunk_tokens=4, regions=(region("kv", 3, 64),))
+    pages = [list(np.zeros((3, BLOCKS, 64), np.uint8))]
+    pages[0][1].flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        DEVICE.scatter(buffers(layout, 1), layout, pages, [5])
+    assert not pages[0][1].any()
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])

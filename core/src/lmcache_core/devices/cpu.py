@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from ..blocks import check_targets, checked_block_ids
 from ..device import Device, DeviceRecord, DoneFence, Fence, Pages, Probe
@@ -22,6 +23,8 @@ _MAX_COPY_THREADS: Final = 4
 _SHARED_NBYTES: Final = 8 << 20
 _PIECE_NBYTES: Final = 32 << 10
 """Below it, threads would take turns with the GIL rather than copy at the same time."""
+_STACK_NBYTES: Final = 4 << 20
+"""Layers at equal distances are copied together up to so much: between two copies a thread waits for the GIL."""
 _LONG_S: Final = 75e-6
 """After a copy as long as this, whoever waits for the GIL has had it; a shorter one is over before another wakes up."""
 _AT_MOST_S: Final = 600e-6
@@ -93,16 +96,17 @@ class CpuDevice(Device):
         chunks = _Chunks(ids, blocks, 0, len(out))
         targets = [np.frombuffer(buffer, np.uint8) for buffer in out]
 
-        def copy(region: Region, page: Any, rows: Any, offset: int, index: int) -> None:
+        def copy(plane: _Plane, index: int) -> None:
             chunk_ids, run = chunks[index]
-            target = targets[index][offset : offset + blocks * region.block_nbytes]
-            if rows is None:
-                _each_block(page, chunk_ids, target, region, to_page=False)
+            nbytes = plane.region.block_nbytes
+            target = targets[index][plane.offset : plane.offset + plane.layers * blocks * nbytes]
+            if plane.rows is None:
+                _each_block(plane.page, chunk_ids, target, plane.region, to_page=False)
             elif run is not None:
-                np.copyto(target.reshape(blocks, region.block_nbytes), rows[run])
+                np.copyto(target.reshape(plane.layers, blocks, nbytes), plane.run(run))
             else:
-                flat = rows.reshape(-1).view(np.dtype((np.void, region.block_nbytes)))  # one element a block
-                np.take(flat, chunk_ids, out=target.view(flat.dtype), mode="clip")
+                flat = plane.rows.reshape(-1).view(np.dtype((np.void, nbytes)))  # one element a block
+                np.take(flat, plane.ids(chunk_ids).reshape(-1), out=target.view(flat.dtype), mode="clip")
 
         self._share(copy, _planes(pages, layout, layers), len(out), layout.nbytes * len(out))
         return DoneFence()
@@ -127,22 +131,22 @@ class CpuDevice(Device):
         chunks = _Chunks(ids, blocks, skip_blocks, len(src))
         sources = [np.frombuffer(buffer, np.uint8) for buffer in src]
 
-        def copy(region: Region, page: Any, rows: Any, offset: int, index: int) -> None:
+        def copy(plane: _Plane, index: int) -> None:
             chunk_ids, run = chunks[index]
-            count = len(chunk_ids)
-            start = offset + (blocks - count) * region.block_nbytes
-            source = sources[index][start : start + count * region.block_nbytes]
-            if rows is None:
-                _each_block(page, chunk_ids, source, region, to_page=True)
+            nbytes = plane.region.block_nbytes
+            whole = sources[index][plane.offset : plane.offset + plane.layers * blocks * nbytes]
+            source = whole.reshape(plane.layers, blocks, nbytes)[:, blocks - len(chunk_ids) :]
+            if plane.rows is None:
+                _each_block(plane.page, chunk_ids, source.reshape(-1), plane.region, to_page=True)
             elif run is not None:
-                np.copyto(rows[run], source.reshape(count, region.block_nbytes))
-            elif count:
-                rows[chunk_ids] = source.reshape(count, region.block_nbytes)
+                np.copyto(plane.run(run), source)
+            elif len(chunk_ids):
+                plane.rows[plane.ids(chunk_ids)] = source
 
         self._share(copy, _planes(pages, layout, layers), len(src), layout.nbytes * len(src))
         return DoneFence()
 
-    def _share(self, copy: Callable[..., None], planes: list[_Plane], chunks: int, nbytes: int) -> None:
+    def _share(self, copy: Callable[[_Plane, int], None], planes: list[_Plane], chunks: int, nbytes: int) -> None:
         """Copy every piece: large copies on several threads, since one cannot use the memory's whole bandwidth.
 
         Pieces, a plane of a chunk, are made up one by one: a list of thousands would be made without letting go of the
@@ -157,7 +161,7 @@ class CpuDevice(Device):
         def run() -> None:
             before = let_go = time.perf_counter()
             while (number := next(numbers)) < pieces:
-                copy(*planes[number // chunks], number % chunks)
+                copy(planes[number // chunks], number % chunks)
                 now = time.perf_counter()
                 if now - before > _LONG_S:
                     let_go = now
@@ -200,20 +204,76 @@ def _checked(
     return ids
 
 
-_Plane = tuple[Region, Any, Any, int]
+class _Plane(NamedTuple):
+    """Pages of one layer, or of several at equal distances, and where they are in a chunk."""
+
+    region: Region
+    page: Any
+    rows: Any
+    """Of bytes, a block each, from the first layer on; None where blocks are not contiguous."""
+    offset: int
+    layers: int = 1
+    distance: int = 0
+    """In rows, from one layer to the next."""
+
+    def ids(self, chunk_ids: Any) -> Any:
+        """The rows of a chunk's blocks, for each layer."""
+        return np.arange(self.layers)[:, None] * self.distance + chunk_ids
+
+    def run(self, run: slice) -> Any:
+        """Blocks that are neighbours, of each layer."""
+        first = self.rows[run]
+        strides = (self.distance * self.region.block_nbytes, *first.strides)
+        return as_strided(first, (self.layers, *first.shape), strides)
 
 
 def _planes(pages: Pages, layout: Layout, layers: range | None) -> list[_Plane]:
-    """(region, pages of one layer, the same as rows of bytes or None, offset in a chunk) for each one wanted."""
+    """What is wanted, in the order of a chunk."""
     planes: list[_Plane] = []
     offset = 0
     for region, arrays in zip(layout.regions, pages, strict=True):
         step = layout.blocks(region) * region.block_nbytes
-        for layer, page in enumerate(arrays):
-            if layers is None or layer in layers:
-                planes.append((region, page, _bytes(page, region.block_nbytes), offset))
-            offset += step
+        most = max(1, _STACK_NBYTES // max(step, 1))
+        wanted = range(len(arrays)) if layers is None else [n for n in range(len(arrays)) if n in layers]
+        place = [_address(arrays[n]) for n in wanted] if most > 1 else []
+        done = 0
+        while done < len(wanted):
+            count, distance = _equal_distances(arrays, wanted, place, done, most, region.block_nbytes)
+            page = arrays[wanted[done]]
+            rows = _bytes(page, region.block_nbytes)
+            if count > 1:
+                rows = as_strided(rows, ((count - 1) * distance + len(page), region.block_nbytes))
+            planes.append(_Plane(region, page, rows, offset + wanted[done] * step, count, distance))
+            done += count
+        offset += len(arrays) * step
     return planes
+
+
+def _equal_distances(
+    arrays: Sequence[Any], wanted: Sequence[int], place: Sequence[int], first: int, most: int, block_nbytes: int
+) -> tuple[int, int]:
+    """How many layers from `first` on, neighbours in a chunk, lie alike and equally far apart, and how many rows."""
+    page = arrays[wanted[first]]
+    if first + 1 >= len(place) or not (page.flags.c_contiguous and len(page)):
+        return 1, 0
+    distance, rest = divmod(place[first + 1] - place[first], block_nbytes)
+    if rest or distance < len(page):
+        return 1, 0
+    count = 1
+    while count < most and first + count < len(wanted):
+        other, index = arrays[wanted[first + count]], first + count
+        neighbour = wanted[index] == wanted[first] + count
+        alike = (other.flags.c_contiguous, other.flags.writeable) == (True, page.flags.writeable)
+        alike = alike and other.shape == page.shape and other.dtype == page.dtype
+        if not (neighbour and alike and place[index] - place[first] == count * distance * block_nbytes):
+            break
+        count += 1
+    return count, distance
+
+
+def _address(page: Any) -> int:
+    address: int = page.__array_interface__["data"][0]
+    return address
 
 
 class _Chunks:
