@@ -164,7 +164,7 @@ def test_private_memory_has_no_descriptor_and_goes_with_its_last_view() -> None:
     extent = Extent(9, 4 << 20, shared=False)
     mapped, view = f"{extent.address:x}-", extent.view
     assert not fds()
-    with pytest.raises(RuntimeError, match="extent 9 is private"):
+    with pytest.raises(RuntimeError, match="extent 9 has no descriptor"):
         _ = extent.fd
     view[100:105] = b"hello"
     extent.close()

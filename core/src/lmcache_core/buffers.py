@@ -108,7 +108,7 @@ class Extent:
     def fd(self) -> int:
         """Of shared memory, for another process to map."""
         if self._fd is None:
-            raise RuntimeError(f"extent {self.extent_id} is private memory, which no other process can map")
+            raise RuntimeError(f"extent {self.extent_id} has no descriptor: it is private memory, or closed")
         return self._fd
 
     def divide(self, slot_nbytes: int) -> None:
