@@ -80,7 +80,7 @@ def tests(session: nox.Session, package: Path, version: str) -> None:
     if not paths:
         session.error(f"no tests in {suite}")
     workers = SIDE_BY_SIDE if xdist(package) and not version else ()
-    session.run("pytest", *workers, *session.posargs, *paths)
+    session.run("pytest", *workers, *session.posargs, *paths, env=with_npm(session, suite))
 
 
 @nox.session
@@ -342,6 +342,24 @@ def built_wheel(session: nox.Session, package: Path) -> str:
 def xdist(package: Path) -> bool:
     """Whether the package's tests may run side by side: it asks for what does that."""
     return "pytest-xdist" in map(name_of, dependency_group(package, "test"))
+
+
+def with_npm(session: nox.Session, suite: Path) -> dict[str, str]:
+    """Variables with which tests find the programs of the npm packages that they name; without npm, they say so."""
+    named = suite / "npm-packages"
+    if not named.exists():
+        return {}
+    npm, folder = shutil.which("npm"), Path(session.virtualenv.location) / "npm"
+    options = ("--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error", "--prefix", str(folder))
+    try:
+        if npm is None:
+            raise FileNotFoundError("npm is not installed")
+        subprocess.run([npm, "install", *options, *named.read_text().split()], check=True, timeout=300)
+    except (OSError, subprocess.SubprocessError) as error:
+        session.warn(f"not installed: {named.read_text().strip()}: {error}")
+        return {}
+    places = (*session.bin_paths, str(folder / "node_modules" / ".bin"), os.environ["PATH"])
+    return {"PATH": os.pathsep.join(places)}
 
 
 def empty_folder(session: nox.Session) -> Path:
