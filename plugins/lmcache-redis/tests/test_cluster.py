@@ -73,7 +73,7 @@ def cluster_of_six(folder: Path) -> Iterator[Nodes]:
                 "--cluster-config-file",
                 f"{port}.conf",
             )
-            more = ("--cluster-config-file", f"{port}.conf", "--cluster-node-timeout", str(NODE_TIMEOUT_MS))
+            more = ("--cluster-node-timeout", str(NODE_TIMEOUT_MS), "--cluster-require-full-coverage", "no")
             servers.append(redis_server(folder, *arguments, *more, port=port))
         addresses = [f"127.0.0.1:{server.port}" for server in servers]
         create = [cli, "--cluster", "create", *addresses, "--cluster-replicas", "1", "--cluster-yes"]
@@ -256,7 +256,7 @@ def test_redirections_without_end_are_given_up() -> None:
 
 
 def test_a_killed_master_costs_faults_until_another_takes_over_and_nothing_waits(nodes: Nodes) -> None:
-    with open_backend(nodes.url, cluster=True, timeout_s=2.0, connect_timeout_s=0.5) as backend:
+    with open_backend(nodes.url, cluster=True, timeout_s=20.0, connect_timeout_s=0.5) as backend:
         key = round_trip(backend)
         victim = nodes.owner(key)
         others = [other for other in keys(60) if nodes.owner(other) is not victim][:10]
@@ -264,11 +264,10 @@ def test_a_killed_master_costs_faults_until_another_takes_over_and_nothing_waits
         started = time.monotonic()
         with pytest.raises(BackendUnavailable):
             backend.put(key, record(key, 64))
-        assert time.monotonic() - started < 1.5
-        # The masters that are there go on, as long as the cluster is not marked as failed.
+        assert time.monotonic() - started < 10.0
         mixed = [key, *others]
-        results = backend.put_many(mixed, [record(each, 64) for each in mixed], timeout_s=2.0)
-        assert results[1:] == [None] * len(others)
+        results = backend.put_many(mixed, [record(each, 64) for each in mixed], timeout_s=20.0)
+        assert results[1:] == [None] * len(others)  # the masters that are there go on
         assert isinstance(results[0], BackendUnavailable)
 
         def stored() -> bool:
@@ -282,5 +281,13 @@ def test_a_killed_master_costs_faults_until_another_takes_over_and_nothing_waits
         assert comes_back(backend, key, 64)
         assert nodes.owner(key) is not victim
         victim.start()
-        for _ in range(20):
-            round_trip(backend, 1000)
+
+        def settled() -> bool:  # the nodes may still be at odds for a moment, and say so
+            try:
+                for _ in range(20):
+                    round_trip(backend, 1000)
+            except BackendUnavailable:
+                return False
+            return True
+
+        until(settled, "every node serves again", 30.0)
