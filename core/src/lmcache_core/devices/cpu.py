@@ -216,6 +216,30 @@ class _Plane(NamedTuple):
     distance: int = 0
     """In rows, from one layer to the next."""
 
+    def with_next(self, other: _Plane, step: int) -> _Plane | None:
+        """The same and one layer more, if that comes next in a chunk and lies alike, as far on as those before it.
+
+        `step` is how many bytes a layer has in a chunk.
+        """
+        page, nbytes = self.page, self.region.block_nbytes
+        if other.region is not self.region or other.offset != self.offset + self.layers * step:
+            return None
+        if (self.layers + 1) * step > _STACK_NBYTES or self.rows is None or other.rows is None:
+            return None
+        if _kind(page) != _kind(other.page):
+            return None
+        distance, rest = divmod(_address(other.page) - _address(page), self.layers * nbytes)
+        if rest or distance < max(len(page), 1) or self.distance not in (0, distance):
+            return None
+        return self._replace(layers=self.layers + 1, distance=distance)
+
+    def whole(self) -> _Plane:
+        """The same with the rows of all its layers, and whatever lies between them."""
+        if self.layers == 1:
+            return self
+        rows = (self.layers - 1) * self.distance + len(self.page)
+        return self._replace(rows=as_strided(self.rows, (rows, self.region.block_nbytes)))
+
     def ids(self, chunk_ids: Any) -> Any:
         """The rows of a chunk's blocks, for each layer."""
         return np.arange(self.layers)[:, None] * self.distance + chunk_ids
@@ -233,42 +257,20 @@ def _planes(pages: Pages, layout: Layout, layers: range | None) -> list[_Plane]:
     offset = 0
     for region, arrays in zip(layout.regions, pages, strict=True):
         step = layout.blocks(region) * region.block_nbytes
-        most = max(1, _STACK_NBYTES // max(step, 1))
-        wanted = range(len(arrays)) if layers is None else [n for n in range(len(arrays)) if n in layers]
-        place = [_address(arrays[n]) for n in wanted] if most > 1 else []
-        done = 0
-        while done < len(wanted):
-            count, distance = _equal_distances(arrays, wanted, place, done, most, region.block_nbytes)
-            page = arrays[wanted[done]]
-            rows = _bytes(page, region.block_nbytes)
-            if count > 1:
-                rows = as_strided(rows, ((count - 1) * distance + len(page), region.block_nbytes))
-            planes.append(_Plane(region, page, rows, offset + wanted[done] * step, count, distance))
-            done += count
-        offset += len(arrays) * step
-    return planes
+        for layer, page in enumerate(arrays):
+            if layers is None or layer in layers:
+                plane = _Plane(region, page, _bytes(page, region.block_nbytes), offset)
+                stack = planes[-1].with_next(plane, step) if planes else None
+                if stack is None:
+                    planes.append(plane)
+                else:
+                    planes[-1] = stack
+            offset += step
+    return [plane.whole() for plane in planes]
 
 
-def _equal_distances(
-    arrays: Sequence[Any], wanted: Sequence[int], place: Sequence[int], first: int, most: int, block_nbytes: int
-) -> tuple[int, int]:
-    """How many layers from `first` on, neighbours in a chunk, lie alike and equally far apart, and how many rows."""
-    page = arrays[wanted[first]]
-    if first + 1 >= len(place) or not (page.flags.c_contiguous and len(page)):
-        return 1, 0
-    distance, rest = divmod(place[first + 1] - place[first], block_nbytes)
-    if rest or distance < len(page):
-        return 1, 0
-    count = 1
-    while count < most and first + count < len(wanted):
-        other, index = arrays[wanted[first + count]], first + count
-        neighbour = wanted[index] == wanted[first] + count
-        alike = (other.flags.c_contiguous, other.flags.writeable) == (True, page.flags.writeable)
-        alike = alike and other.shape == page.shape and other.dtype == page.dtype
-        if not (neighbour and alike and place[index] - place[first] == count * distance * block_nbytes):
-            break
-        count += 1
-    return count, distance
+def _kind(page: Any) -> tuple[Any, ...]:
+    return page.shape, page.dtype, page.flags.writeable
 
 
 def _address(page: Any) -> int:
