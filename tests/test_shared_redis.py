@@ -124,7 +124,9 @@ def test_a_server_that_is_down_at_start_is_used_once_it_is_up_and_left_alone_whe
             node.store(cache, prompt(number))
         assert breaker() == "open"
         assert "127.0.0.1" in next(tier.reason for tier in cache.status().tiers if tier.name == "pool")
+        asked = time.monotonic()
         assert node.load(cache)["hit"] == 0
+        assert time.monotonic() - asked < 0.5
         server.start()
         numbers = iter(range(5, 1000))
 

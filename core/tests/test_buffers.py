@@ -141,25 +141,6 @@ def test_an_extents_address_is_where_its_view_is() -> None:
     extent.close()
 
 
-def test_a_forked_child_does_not_inherit_the_memory() -> None:
-    code = """
-import os
-from lmcache_core.buffers import Extent
-def count():
-    with open("/proc/self/maps") as lines:
-        return sum("lmcache-extent" in line for line in lines)
-extent = Extent(0, 1 << 20)
-here = count()
-child = os.fork()
-if not child:
-    os._exit(count())
-_, status = os.waitpid(child, 0)
-print(here, os.waitstatus_to_exitcode(status))
-"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert ran.stdout.split() == ["1", "0"]
-
-
 def test_private_memory_has_no_descriptor_and_goes_with_its_last_view() -> None:
     extent = Extent(9, 4 << 20, shared=False)
     mapped, view = f"{extent.address:x}-", extent.view
@@ -174,11 +155,12 @@ def test_private_memory_has_no_descriptor_and_goes_with_its_last_view() -> None:
     assert mapped not in Path("/proc/self/maps").read_text()
 
 
-def test_a_forked_child_does_not_inherit_private_memory() -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_forked_child_does_not_inherit_the_memory(shared: bool) -> None:
     code = """
-import os
+import os, sys
 from lmcache_core.buffers import Extent
-extent = Extent(0, 1 << 20, shared=False)
+extent = Extent(0, 1 << 20, shared=sys.argv[1] == "True")
 def count():
     with open("/proc/self/maps") as lines:
         spans = [[int(part, 16) for part in line.split()[0].split("-")] for line in lines]
@@ -190,7 +172,8 @@ if not child:
 _, status = os.waitpid(child, 0)
 print(here, os.waitstatus_to_exitcode(status))
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    command = [sys.executable, "-c", code, str(shared)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert ran.stdout.split() == ["1", "0"]
 
 

@@ -51,7 +51,7 @@ def test_a_wrong_password_is_known_at_once_and_not_retryable(
         started = time.monotonic()
         with pytest.raises(BackendError) as caught:
             backend.get(new_key(), empty(8))
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 3.0  # the client's own retries would take longer
         assert not caught.value.retryable
         assert "kv" in str(caught.value)
 
