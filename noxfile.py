@@ -349,12 +349,10 @@ def with_npm(session: nox.Session, suite: Path) -> dict[str, str]:
     named = suite / "npm-packages"
     if not named.exists():
         return {}
-    npm, folder = shutil.which("npm"), Path(session.virtualenv.location) / "npm"
+    folder = Path(session.virtualenv.location) / "npm"
     options = ("--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error", "--prefix", str(folder))
     try:
-        if npm is None:
-            raise FileNotFoundError("npm is not installed")
-        subprocess.run([npm, "install", *options, *named.read_text().split()], check=True, timeout=300)
+        subprocess.run(["npm", "install", *options, *named.read_text().split()], check=True, timeout=300)
     except (OSError, subprocess.SubprocessError) as error:
         session.warn(f"not installed: {named.read_text().strip()}: {error}")
         return {}

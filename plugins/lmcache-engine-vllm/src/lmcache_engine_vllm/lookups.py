@@ -54,7 +54,7 @@ class Lookup:
     def settle(self, hit: Hit | None) -> None:
         self.hit = hit
         self._answered.set()
-        self._heard.set()
+        self.hear()
 
 
 class Lookups:
