@@ -101,7 +101,8 @@ class Backend(ABC, Generic[OptionsT]):
         """Copy the record into the front of `into`; return its length, or `None` on a miss.
 
         A record longer than `into` raises ChunkCorrupt before anything is written.  `into` beyond the record is left
-        as it was, up to the next multiple of `traits.alignment`.
+        as it was, up to the next multiple of `traits.alignment`; all of it after a miss, unless the record was removed
+        while it was read.
         """
 
     @abstractmethod

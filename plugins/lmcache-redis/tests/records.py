@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from lmcache_core import ChunkKey, Context
-from lmcache_redis import RedisBackend, RedisOptions, ValkeyBackend
+from lmcache_redis import RedisBackend, ValkeyBackend
 
 BACKENDS = {"redis": RedisBackend, "valkey": ValkeyBackend}
 
@@ -29,7 +29,8 @@ def empty(nbytes: int) -> memoryview:
 
 
 def open_backend(url: str, *, kind: str = "redis", timeout_s: float = 10.0, **options: Any) -> RedisBackend:
-    return BACKENDS[kind](RedisOptions(url=url, **options), Context(timeout_s=timeout_s))
+    backend = BACKENDS[kind]
+    return backend(backend.Options(url=url, **options), Context(timeout_s=timeout_s))
 
 
 def comes_back(backend: RedisBackend, key: ChunkKey, nbytes: int) -> bool:

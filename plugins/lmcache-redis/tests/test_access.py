@@ -18,7 +18,7 @@ from lmcache_redis import RedisBackend
 
 KINDS = pytest.mark.parametrize("kind", ["redis", "valkey"])
 PROTOCOLS = pytest.mark.parametrize("protocol", [2, 3])
-RULES = "~lmcache:* +get +set +exists +unlink +hello +select"
+RULES = "~lmcache:* +get +set +exists +unlink +hello +select +watch +unwatch +strlen +getrange +multi +exec"
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +35,14 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @KINDS
 @PROTOCOLS
-def test_the_user_that_the_readme_proposes_can_do_everything(guarded: Server, kind: str, protocol: int) -> None:
-    with open_backend(guarded.url, kind=kind, username="kv", password="hunter2", protocol=protocol) as backend:
+def test_the_user_that_the_readme_proposes_can_do_everything(
+    guarded: Server, kind: str, protocol: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    access = {"username": "kv", "password": "hunter2", "protocol": protocol, "read_slice_nbytes": 8192}
+    with open_backend(guarded.url, kind=kind, **access) as backend:
         key = round_trip(backend)
         assert backend.remove(key)
+    assert not caplog.records
 
 
 @KINDS

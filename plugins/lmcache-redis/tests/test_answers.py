@@ -120,7 +120,7 @@ def test_a_server_is_not_asked_for_more_than_a_window_at_once() -> None:
             asked.append(question.count(b"GET"))
             connection.sendall(b"$-1\r\n" * asked[-1])
 
-    with scripted(count) as server, open_backend(server.url) as backend:
+    with scripted(count) as server, open_backend(server.url, read_slice_nbytes=0) as backend:
         assert backend.get_many(keys(3), [empty(40 << 20) for _ in range(3)], timeout_s=5.0) == [None] * 3
         assert backend.get_many(keys(3), [empty(8) for _ in range(3)], timeout_s=5.0) == [None] * 3
     assert asked == [1, 1, 1, 3]

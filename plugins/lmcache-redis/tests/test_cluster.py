@@ -134,39 +134,44 @@ def test_a_batch_is_spread_over_the_masters_and_comes_back_in_order(nodes: Nodes
         assert len(backend._pool._shelves) == 3
 
 
-def test_a_slot_that_moves_is_followed(nodes: Nodes) -> None:
+SIZES = pytest.mark.parametrize("nbytes", [64, 100_000], ids=["whole", "in pieces"])
+
+
+@SIZES
+def test_a_slot_that_moves_is_followed(nodes: Nodes, nbytes: int) -> None:
     key = new_key()
-    with open_backend(nodes.url, cluster=True) as backend:
-        backend.put(key, record(key, 64))
+    with open_backend(nodes.url, cluster=True, read_slice_nbytes=8192) as backend:
+        backend.put(key, record(key, nbytes))
         backend.remove(key)
         old = nodes.owner(key)
         new = next(server for server in nodes.servers if server is not old and _is_master(server))
         _move(nodes, slot_of(key), old, new)
         try:
-            backend.put(key, record(key, 64))
-            assert comes_back(backend, key, 64)
+            backend.put(key, record(key, nbytes))
+            assert comes_back(backend, key, nbytes)
             assert new.ask("EXISTS", f"lmcache:{key.text}") == ":1"
             backend.remove(key)
         finally:
             _move(nodes, slot_of(key), new, old)
 
 
-def test_a_key_of_a_slot_under_way_is_asked_for_where_it_is(nodes: Nodes) -> None:
+@SIZES
+def test_a_key_of_a_slot_under_way_is_asked_for_where_it_is(nodes: Nodes, nbytes: int) -> None:
     there, gone = new_key(), new_key()
     while slot_of(there) == slot_of(gone):
         gone = new_key()
-    with open_backend(nodes.url, cluster=True) as backend:
-        backend.put(there, record(there, 64))
+    with open_backend(nodes.url, cluster=True, read_slice_nbytes=8192) as backend:
+        backend.put(there, record(there, nbytes))
         old = nodes.owner(there)
         new = next(server for server in nodes.servers if server is not old and _is_master(server))
         slot = str(slot_of(there))
         new.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", nodes.id_of(old))
         old.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", nodes.id_of(new))
         try:
-            assert comes_back(backend, there, 64)
+            assert comes_back(backend, there, nbytes)
             old.ask("MIGRATE", "127.0.0.1", str(new.port), f"lmcache:{there.text}", "0", "5000")
             assert "ASK" in old.ask("EXISTS", f"lmcache:{there.text}")
-            assert comes_back(backend, there, 64)
+            assert comes_back(backend, there, nbytes)
             assert backend.contains(there)
             assert backend.remove(there)
         finally:

@@ -29,7 +29,7 @@ class OnServer(BackendLaws):
         super().setup_law()
 
     def open_backend(self, context: Context) -> RedisBackend:
-        return self.kind(RedisOptions(**self.options()), context)
+        return self.kind(self.kind.Options(**self.options()), context)
 
     def break_store(self) -> None:
         self.server.kill()
@@ -56,6 +56,11 @@ class TestRedisWithSmallValues(TestRedis):
         return {"url": self.server.url, "max_value_nbytes": 1 << 20, "connections": 1}
 
 
+class TestRedisInSmallPieces(TestRedis):
+    def options(self) -> dict[str, Any]:
+        return {"url": self.server.url, "read_slice_nbytes": 4096}
+
+
 class TestValkey(OnServer):
     kind = ValkeyBackend
 
@@ -64,9 +69,9 @@ class TestValkey(OnServer):
         self.server = valkey
 
 
-class TestValkeyWithProtocol3(TestValkey):
+class TestValkeyWithProtocol3InSmallPieces(TestValkey):
     def options(self) -> dict[str, Any]:
-        return {"url": self.server.url.replace("redis:", "valkey:"), "protocol": 3}
+        return {"url": self.server.url.replace("redis:", "valkey:"), "protocol": 3, "read_slice_nbytes": 4096}
 
 
 @pytest.fixture(scope="module")

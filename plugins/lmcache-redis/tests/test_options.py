@@ -29,7 +29,7 @@ def written(name: str) -> str:
 @pytest.mark.parametrize("option", dataclasses.fields(RedisOptions), ids=lambda option: option.name)
 def test_every_option_is_documented_with_its_default_and_unit(option: dataclasses.Field[object]) -> None:
     _, default, unit, meaning = DOCUMENTED[written(option.name)][:4]
-    shown = {None: "null", True: "true", False: "false", 512 << 20: "512MiB"}
+    shown = {None: "null", True: "true", False: "false", 512 << 20: "512MiB", 512 << 10: "512KiB"}
     match option.default:
         case dataclasses.MISSING:
             assert default == "required"

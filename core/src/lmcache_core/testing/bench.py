@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from ..backend import ApiVersion, Backend, Context, SupportsListing
 from ..errors import BackendError, CacheError
@@ -156,10 +156,14 @@ class BackendSubject(Laws):
         self.bench.clean_up()
 
 
+VANISHED: Final = "missing, but the buffer was written to"
+"""A fault, unless the record was removed while it was read."""
+
+
 def verdict(key: ChunkKey, nbytes: int, into: memoryview, returned: object, variants: Sequence[bytes] = (b"",)) -> str:
     """What a get into a poisoned buffer gave: "present", "missing", or what is wrong with it."""
     if returned is None:
-        return "missing" if memory.is_poison(into) else "missing, but the buffer was written to"
+        return "missing" if memory.is_poison(into) else VANISHED
     if isinstance(returned, BackendError):
         return f"{type(returned).__name__}: {returned}"
     if returned != nbytes:

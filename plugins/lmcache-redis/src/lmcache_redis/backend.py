@@ -25,7 +25,8 @@ from .dialing import ClientName, Dialer
 from .exchange import Call, Exchange
 from .faults import fault
 from .links import LinkPool
-from .options import DEFAULT_MAX_VALUE_NBYTES, RedisOptions
+from .options import DEFAULT_MAX_VALUE_NBYTES, RedisOptions, ValkeyOptions
+from .slices import SlicedReader
 from .topology import Cluster, OneServer, Sentinels, Topology
 from .wire import Answer, Oversize, ServerError
 
@@ -63,6 +64,7 @@ class RedisBackend(Backend[RedisOptions]):
         super().__init__(options, replace(context, capacity_nbytes=None))
         self.traits = replace(type(self).traits, io_threads=options.connections, max_nbytes=limit)  # type: ignore[misc]
         self._prefix = options.prefix.encode("ascii")
+        self._slices = SlicedReader(self.client, options.read_slice_nbytes)
         self._set, self._set_end = _set_command(options.ttl_s)
         dialer = Dialer.of(self.client, options)
         self._pool = LinkPool(self.client, dialer.dial, options.connections)
@@ -102,7 +104,7 @@ class RedisBackend(Backend[RedisOptions]):
 
     def get_many(self, keys: Sequence[ChunkKey], into: Sequence[memoryview], *, timeout_s: float) -> list[GetResult]:
         deadline = time.monotonic() + timeout_s
-        calls = [self._call(b"GET", key, "a record", view) for key, view in zip(keys, into, strict=True)]
+        calls = [self._get_call(key, view) for key, view in zip(keys, into, strict=True)]
         answers = self._in_windows(calls, [len(view) for view in into], deadline)
         return [self._got(key, view, answer) for key, view, answer in zip(keys, into, answers, strict=True)]
 
@@ -136,6 +138,12 @@ class RedisBackend(Backend[RedisOptions]):
     ) -> Call:
         name = self._prefix + key.text.encode()
         return Call(name, (b"*2\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(verb), verb, len(name), name),), wants, into)
+
+    def _get_call(self, key: ChunkKey, into: memoryview) -> Call:
+        call = self._call(b"GET", key, "a record", into)
+        if not self._slices.wants(len(into)):
+            return call
+        return replace(call, converse=lambda link: self._slices.read(link, call.key, into))
 
     def _in_windows(self, calls: Sequence[Call], sizes: Sequence[int], deadline: float) -> list[Answer]:
         answers: list[Answer] = []
@@ -180,6 +188,7 @@ class ValkeyBackend(RedisBackend):
     """The same in Valkey, through its own client."""
 
     api_version: ClassVar[ApiVersion] = (1, 0)
+    Options: ClassVar[type] = ValkeyOptions
     client: ClassVar[ClientName] = "valkey"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -28,6 +28,8 @@ class Call:
     wants: Literal["a number", "OK", "a record"]
     into: memoryview | None = None
     """Where the record goes."""
+    converse: Callable[[Link], Answer] | None = None
+    """In place of `parts`: asks and reads in turn, on a connection where nothing else is under way."""
 
 
 @dataclass(slots=True)
@@ -79,7 +81,7 @@ class Exchange:
                     self._fail(address, groups[address], answers, error.with_traceback(None))
                     continue
                 try:
-                    link.send(part for todo in groups[address] for part in _parts(todo))
+                    link.send(part for todo in groups[address] if not _converses(todo) for part in _parts(todo))
                 except OSError as error:
                     said = link.last_words()
                     self._lose(links.pop(address), groups[address], answers, f"{error}; {said}" if said else str(error))
@@ -92,13 +94,12 @@ class Exchange:
 
     def _read(self, link: Link, todos: Sequence[_Todo], answers: list[Answer]) -> None:
         """Read the answers on `link`, then give it back or throw it away."""
+        todos = sorted(todos, key=_converses)
         done = 0
         doubtful = False
         try:
             for todo in todos:
-                if todo.asking:
-                    link.read()
-                answer = answers[todo.index] = _expected(todo.call, link.read(todo.call.into))
+                answer = answers[todo.index] = _expected(todo.call, _answer(link, todo))
                 doubtful |= isinstance(answer, ServerError) and is_doubtful(answer)
                 done += 1
         except OSError as error:
@@ -148,6 +149,18 @@ def _expected(call: Call, answer: Answer) -> Answer:
     if fits[call.wants] or isinstance(answer, ServerError):
         return answer
     raise ProtocolError(f"{str(answer)[:32]!r} where {call.wants} is expected")
+
+
+def _converses(todo: _Todo) -> bool:
+    return todo.call.converse is not None and not todo.asking  # ASKING holds for one command
+
+
+def _answer(link: Link, todo: _Todo) -> Answer:
+    if todo.call.converse is not None and not todo.asking:
+        return todo.call.converse(link)
+    if todo.asking:
+        link.read()
+    return link.read(todo.call.into)
 
 
 def _parts(todo: _Todo) -> tuple[Part, ...]:

@@ -17,7 +17,7 @@ _DAY_S: Final = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisOptions:
-    """Settings of the backends `redis` and `valkey`."""
+    """Settings of the backend `redis`, and with one other default of `valkey`."""
 
     url: str
     """`redis://HOST:PORT/DB`, `rediss://` for TLS, `unix:///PATH?db=DB`.  Several HOST:PORT, separated by commas, are
@@ -46,6 +46,9 @@ class RedisOptions:
     """Version of the protocol, RESP2 or RESP3.  Default 2."""
     max_value_nbytes: int = DEFAULT_MAX_VALUE_NBYTES
     """Largest record, the server's `proto-max-bulk-len`.  Default 512MiB."""
+    read_slice_nbytes: int = 512 << 10
+    """Records of twice this size and more are read in pieces of it.  0: whole, for servers that answer without copying
+    the value first, and for proxies without WATCH and EXEC.  Default 512KiB."""
     ca_file: Path | None = None
     """PEM file of certificate authorities to trust besides the system's.  Default null."""
     cert_file: Path | None = None
@@ -80,6 +83,8 @@ class RedisOptions:
             raise ValueError(f"connect_timeout: more than 0 and up to 600 s, got {self.connect_timeout_s} s")
         if self.max_value_nbytes < 4096:
             raise ValueError(f"max_value: at least 4096 bytes, got {self.max_value_nbytes}")
+        if self.read_slice_nbytes and not 4096 <= self.read_slice_nbytes <= 1 << 30:
+            raise ValueError(f"read_slice: 0, or from 4KiB to 1GiB, got {self.read_slice_nbytes} bytes")
         tls = (self.ca_file, self.cert_file, self.key_file, self.key_password or None)
         if not location.tls and (any(tls) or self.tls_verify != "full"):
             raise ValueError(
@@ -97,4 +102,9 @@ class RedisOptions:
         return parse_url(self.url, SENTINEL_PORT if self.master else DEFAULT_PORT)
 
 
-ValkeyOptions = RedisOptions
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValkeyOptions(RedisOptions):
+    """Settings of the backend `valkey`."""
+
+    read_slice_nbytes: int = 0
+    """Records of twice this size and more are read in pieces of it.  Worth it before Valkey 9.  Default 0: whole."""
