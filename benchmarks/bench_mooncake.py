@@ -1,9 +1,9 @@
 """Get and put of 8 and 32 MiB in Mooncake Store, with the memory in this process and in another, every byte compared.
 
-Ours is the backend of lmcache-mooncake, one call for a batch, and, in rows of its own, a tier over it with checksums,
-from and into slots that are registered.  The limit is the library's own `batch_put_from` and `batch_get_into`, from and
-into registered memory, by a client of its own in the same process and round.  All of it is TCP, in a process with a
-network namespace of its own, since the store listens on all interfaces.
+Ours is the backend of lmcache-mooncake, one call for a batch, and, in rows of their own, a tier over it with
+`checksum: none` and one with checksums, from and into slots that are registered.  The limit is the library's own
+`batch_put_from` and `batch_get_into`, from and into registered memory, by a client of its own in the same process and
+round.  All of it is TCP, in a process with a network namespace of its own, since the store listens on all interfaces.
 """
 
 from __future__ import annotations
@@ -71,8 +71,12 @@ def _main(rounds: int, quick: bool) -> None:
 def _rows(options: Options) -> Iterator[Row]:
     for where, nodes, segment in (("across processes", 1, 0), ("same process", 0, ROOM_NBYTES)):
         for nbytes, records in ((8 * MiB, 4 if options.quick else 8), (32 * MiB, 2 if options.quick else 4)):
-            with _both(options.directory, nodes, segment, nbytes, records) as (ours, limit):
-                measured = paired(options, {"ours": ours.round, "limit": limit.round})
+            with _all(options.directory, nodes, segment, nbytes, records) as (ours, checked, limit):
+                sides = {
+                    "ours": lambda: ours.round() | ours.through("tier") | checked.through("checked"),
+                    "limit": limit.round,
+                }
+                measured = paired(options, sides)
             size = f"{nbytes // MiB} MiB"
             note = f"{records} records of {size} in a batch, TCP on the loopback; limit: batch_get_into, batch_put_from"
             speed = gibps(records * nbytes)
@@ -80,40 +84,44 @@ def _rows(options: Options) -> Iterator[Row]:
             for what in ("get", "put"):
                 row = f"{what}, {size}, {where}"
                 yield measured.row("mooncake", row, "GiB/s", what, speed, peer="none", must=must, note=note)
-            for what in ("get", "put"):
-                row = f"{what}, {size}, {where}, through a tier"
-                beside = f"{note}; a checksum is computed or verified for each record, on {THREADS} threads"
-                held = (
-                    must if nodes else None
-                )  # where the store is one copy in memory, a checksum costs half as much again
-                yield measured.row(
-                    "mooncake", row, "GiB/s", f"tier {what}", speed, limit=what, peer="none", must=held, note=beside
-                )
+            checksum = f"{note}; a checksum is computed or verified for each record, on {THREADS} threads"
+            for tier, how, beside, held in (
+                ("tier", "through a tier, checksum: none", note, must),
+                ("checked", "through a tier", checksum, None),
+            ):
+                for what in ("get", "put"):
+                    row = f"{what}, {size}, {where}, {how}"
+                    figure = f"{tier} {what}"
+                    yield measured.row(
+                        "mooncake", row, "GiB/s", figure, speed, limit=what, peer="none", must=held, note=beside
+                    )
         note = "limit: batch_is_exist"
         row = f"exists, {KEYS} keys, {where}"
         yield measured.row("mooncake", row, "ms", "exists", milliseconds, peer="none", note=note)
 
 
 @contextlib.contextmanager
-def _both(folder: Path, nodes: int, segment: int, nbytes: int, records: int) -> Iterator[tuple[_Ours, _Bare]]:
+def _all(folder: Path, nodes: int, segment: int, nbytes: int, records: int) -> Iterator[tuple[_Ours, _Ours, _Bare]]:
     import servers
 
     with (
         servers.running(folder, nodes=nodes, nbytes=2 * ROOM_NBYTES) as store,
-        contextlib.closing(_Ours(store.master.address, segment, nbytes, records)) as ours,
+        contextlib.closing(_Ours(store.master.address, segment, nbytes, records, "none")) as ours,
+        contextlib.closing(_Ours(store.master.address, segment, nbytes, records, "xxh3")) as checked,
         contextlib.closing(_Bare(store.master.address, segment, nbytes, records)) as bare,
     ):
-        yield ours, bare
+        yield ours, checked, bare
 
 
 class _Ours(TierSlots):
     """A tier over the backend; both move the same slots."""
 
-    def __init__(self, master: str, segment: int, nbytes: int, records: int) -> None:
+    def __init__(self, master: str, segment: int, nbytes: int, records: int, checksum: str) -> None:
         self._record = slice(PAGE_NBYTES + nbytes)
         where = f", segment: {segment}, prefer_local: true" if segment else ""
         where += f", threads: {THREADS}"
-        tier = f'{{name: pool, backend: mooncake, timeout: 60s, options: {{master: "{master}"{where}}}}}'
+        tier = f"name: pool, backend: mooncake, checksum: {checksum}, timeout: 60s"
+        tier = f'{{{tier}, options: {{master: "{master}"{where}}}}}'
         super().__init__(tier, nbytes, records, max_queued_nbytes=4 * records * frame.record_nbytes(nbytes))
         self._asked = [self.new_key() for _ in range(KEYS)]
         stored = self.tier.backend.put_many(self._asked, [memoryview(b"there")] * KEYS, timeout_s=TIMEOUT_S)
@@ -131,14 +139,12 @@ class _Ours(TierSlots):
         self.check("the backend's")
         for key in keys:
             backend.remove(key)
+        exists = seconds(lambda: backend.contains_prefix(self._asked, timeout_s=TIMEOUT_S))
+        return {"put": put, "get": get, "exists": exists}
+
+    def through(self, tier: str) -> Timings:
         keys = self._packed()
-        figures = {
-            "put": put,
-            "get": get,
-            "tier put": seconds(lambda: self.store(keys)),
-            "tier get": seconds(lambda: self.load(keys)),
-            "exists": seconds(lambda: backend.contains_prefix(self._asked, timeout_s=TIMEOUT_S)),
-        }
+        figures = {f"{tier} put": seconds(lambda: self.store(keys)), f"{tier} get": seconds(lambda: self.load(keys))}
         self.check("the tier's")
         self.remove(keys)
         return figures

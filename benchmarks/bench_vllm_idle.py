@@ -22,8 +22,8 @@ from harness.peer import Missing
 from harness.report import Must, Row, row_of
 
 KV_NBYTES: Final = 768 * MiB
-HOST_NBYTES: Final = 256 * MiB
-"""Full after the round that does not count, as a cache in service is."""
+HOST_NBYTES: Final = 512 * MiB
+"""More than the texts of the second load, and soon full of the first, as a cache in service is."""
 PAIRS: Final = 7
 TURN_REQUESTS: Final = 8
 """As many as an engine works on at a time."""

@@ -81,6 +81,14 @@ def test_a_whole_file_becomes_frozen_dataclasses() -> None:
     assert pickle.loads(pickle.dumps(config)) == config
 
 
+def test_a_tier_has_checksums_unless_told_and_nothing_else_is_taken_for_that() -> None:
+    text = "tiers: [{backend: memory, capacity: 1GiB}, {backend: mooncake%s}]"
+    assert parse(text % "").tiers[1].checksum == "xxh3"
+    assert parse(text % ", checksum: none").tiers[1].checksum == "none"
+    said = problem(text % ", checksum: crc32")
+    assert "tiers.mooncake.checksum: 'crc32' is none of xxh3, none" in said
+
+
 def test_no_secret_is_in_a_repr() -> None:
     config = parse_config(DESIGNED, "lmcache.yaml", ENVIRON)
     assert "s3cret" not in repr(config)

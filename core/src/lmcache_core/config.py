@@ -48,6 +48,7 @@ class TierConfig:
     capacity_nbytes: int | None = None
     policy: str = "s3fifo"
     codec: str = "identity"
+    checksum: Literal["xxh3", "none"] = "xxh3"
     timeout_s: float = 10.0
     tenant_quota_nbytes: int | None = None
     options: RawOptions = field(default_factory=RawOptions)

@@ -198,11 +198,17 @@ def open_tier(
 
     new_policy = _policy(config.policy, use)
     backend = open_backend(config, use)
+    if config.checksum == "none" and backend.traits.may_tear:
+        backend.close()
+        raise ConfigError(
+            f"tier {config.name}: checksum: none, but after a crash {config.backend} may hold records in part, and "
+            "only a checksum tells; leave it out"
+        )
     return Tier(
         config.name,
         backend,
         backend_name=config.backend,
-        sealer=Sealer(codec, config.codec.partition("@")[0], codec_named),
+        sealer=Sealer(codec, config.codec.partition("@")[0], codec_named, checksums=config.checksum != "none"),
         new_policy=new_policy,
         capacity_nbytes=config.capacity_nbytes,
         tenant_quota_nbytes=config.tenant_quota_nbytes,

@@ -11,7 +11,7 @@ from . import frame
 from .buffers import copy_bytes
 from .codec import Codec
 from .errors import CacheError, ChunkCorrupt
-from .frame import CHECKSUM_XXH3_64, Frame
+from .frame import CHECKSUM_NONE, CHECKSUM_XXH3_64, Frame
 from .keys import ChunkKey
 from .layout import PAGE_NBYTES, Layout, page_align
 
@@ -24,6 +24,8 @@ class Sealer:
     codec_name: str
     codec_named: Callable[[str], Codec | None]
     """Finds the codec of a record that was stored under another configuration."""
+    checksums: bool = True
+    """Whether payloads are stored with one.  Those that come back with one are held against it in any case."""
     _threads: threading.local = field(default_factory=threading.local)
 
     def seal(self, record: memoryview, layout: Layout) -> memoryview:
@@ -33,14 +35,14 @@ class Sealer:
         """
         found = frame.parse(record)
         if self.codec_name == "identity":
-            if found.checksum_kind != CHECKSUM_XXH3_64:
-                _write(record, found, found.encoded_nbytes)
+            if self.checksums and found.checksum_kind != CHECKSUM_XXH3_64:
+                self._write(record, found, found.encoded_nbytes)
             return record
         bound = self.codec.max_nbytes(layout)
         (staged,) = self.staging([frame.record_nbytes(bound)])
         raw = record[PAGE_NBYTES : PAGE_NBYTES + layout.nbytes]
         nbytes = self.codec.encode(raw, layout, staged[PAGE_NBYTES : PAGE_NBYTES + bound])
-        _write(staged, found, nbytes, self.codec_name, self.codec.version)
+        self._write(staged, found, nbytes, self.codec_name, self.codec.version)
         return staged[: frame.record_nbytes(nbytes)]
 
     def targets(self, records: list[memoryview], layouts: list[Layout]) -> list[memoryview]:
@@ -88,18 +90,19 @@ class Sealer:
         starts = [sum(aligned[:index]) for index in range(len(aligned))]
         return [whole[start : start + size] for start, size in zip(starts, aligned, strict=True)]
 
-
-def _write(record: memoryview, found: Frame, nbytes: int, codec: str = "identity", codec_version: int = 1) -> None:
-    sealed = Frame(
-        found.key,
-        found.depth,
-        found.fingerprint,
-        nbytes,
-        found.raw_nbytes,
-        found.stored_at_ns,
-        codec,
-        codec_version,
-        CHECKSUM_XXH3_64,
-        frame.payload_checksum(record[PAGE_NBYTES : PAGE_NBYTES + nbytes]),
-    )
-    frame.pack(sealed, record[:PAGE_NBYTES])
+    def _write(
+        self, record: memoryview, found: Frame, nbytes: int, codec: str = "identity", codec_version: int = 1
+    ) -> None:
+        sealed = Frame(
+            found.key,
+            found.depth,
+            found.fingerprint,
+            nbytes,
+            found.raw_nbytes,
+            found.stored_at_ns,
+            codec,
+            codec_version,
+            CHECKSUM_XXH3_64 if self.checksums else CHECKSUM_NONE,
+            frame.payload_checksum(record[PAGE_NBYTES : PAGE_NBYTES + nbytes]) if self.checksums else 0,
+        )
+        frame.pack(sealed, record[:PAGE_NBYTES])

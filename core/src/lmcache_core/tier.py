@@ -42,8 +42,8 @@ from .transfer import Task, TransferPool
 
 log = logging.getLogger(__name__)
 
-_BATCH_NBYTES: Final = 8 << 20
-"""Records are grouped into one call of the backend up to this many bytes: less overhead, still parallel."""
+_STAGED_NBYTES: Final = 8 << 20
+"""Most that one call moves of encoded records: each thread has staging memory for as much."""
 _RELIST_INTERVAL_S: Final = 5.0
 _LIST_WAIT_S: Final = 2.0
 _ORPHAN_S: Final = 60.0
@@ -157,6 +157,9 @@ class Tier:
         self._said_corrupt = float("-inf")
         self._clock = clock
         self._relist_at = 0.0
+        batch_nbytes = min(backend.traits.batch_nbytes, _STAGED_NBYTES if sealer.codec_name != "identity" else 1 << 40)
+        self._load_nbytes, self._store_nbytes = batch_nbytes, min(batch_nbytes, max_queued_nbytes // 4)
+        """Records are grouped into calls of the backend up to so much; a full queue refuses a group as a whole."""
         self._pool = TransferPool(
             name, backend.traits.io_threads, deadline_s=2 * timeout_s, max_store_nbytes=max_queued_nbytes
         )
@@ -215,7 +218,7 @@ class Tier:
 
     def load(self, items: Sequence[LoadItem]) -> None:
         """Read records in the background, in order; each item is answered once."""
-        batches = _batches(items)
+        batches = _batches(items, self._load_nbytes)
         timed = _Timed(time.monotonic(), len(batches))
         for batch in batches:
             task = Task(
@@ -230,7 +233,7 @@ class Tier:
 
     def store(self, items: Sequence[StoreItem]) -> None:
         """Write records in the background; what the queue cannot take is dropped, counted and answered at once."""
-        for batch in _batches(items):
+        for batch in _batches(items, self._store_nbytes):
             task = Task(
                 partial(self._run_store, batch),
                 partial(self._late_store, batch),
@@ -714,14 +717,14 @@ def _memory(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, page_align(max(nbytes, 1))))  # a crash leaves files of no length
 
 
-def _batches(items: Sequence[ItemT]) -> list[list[ItemT]]:
+def _batches(items: Sequence[ItemT], nbytes: int) -> list[list[ItemT]]:
     batches: list[list[ItemT]] = []
     room = 0
     shard = b""
     for item in items:
         if item.record.nbytes > room or item.key.shard_id != shard:
             batches.append([])
-            room, shard = _BATCH_NBYTES, item.key.shard_id
+            room, shard = nbytes, item.key.shard_id
         batches[-1].append(item)
         room -= item.record.nbytes
     return batches

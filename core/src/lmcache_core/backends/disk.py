@@ -74,7 +74,7 @@ class DiskBackend(Backend[DiskOptions]):
     """
 
     api_version: ClassVar[ApiVersion] = (1, 0)
-    traits: ClassVar[Traits] = Traits(persistent=True, shared=True, alignment=PAGE_NBYTES, io_threads=5)
+    traits: ClassVar[Traits] = Traits(persistent=True, shared=True, alignment=PAGE_NBYTES, io_threads=5, may_tear=True)
     Options: ClassVar[type] = DiskOptions
 
     def __init__(self, options: DiskOptions, context: Context) -> None:

@@ -60,7 +60,7 @@ class FsspecBackend(Backend[FsspecOptions]):
         self._here = self._local or locating.is_memory(self._class)
         elsewhere = not locating.is_memory(self._class)
         self.traits = Traits(  # type: ignore[misc]
-            persistent=elsewhere, shared=elsewhere, io_threads=options.connections
+            persistent=elsewhere, shared=elsewhere, io_threads=options.connections, may_tear=self._local
         )
         self._arguments = locating.arguments_for(
             self._class, self._protocol, options.url, options.arguments(), context.timeout_s

@@ -59,7 +59,7 @@ class GdsBackend(Backend[GdsOptions]):
     """
 
     api_version: ClassVar[ApiVersion] = (1, 0)
-    traits: ClassVar[Traits] = Traits(persistent=True, shared=True, alignment=4096, io_threads=5)
+    traits: ClassVar[Traits] = Traits(persistent=True, shared=True, alignment=4096, io_threads=5, may_tear=True)
     Options: ClassVar[type] = GdsOptions
 
     def __init__(self, options: GdsOptions, context: Context) -> None:
