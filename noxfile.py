@@ -344,7 +344,7 @@ def built_wheel(session: nox.Session, package: Path) -> str:
 
 def builder(session: nox.Session) -> str:
     """A folder with what builds all packages, installed once per run of nox and not once per wheel."""
-    folder = Path(session.cache_dir) / "builder"
+    folder = Path(session.cache_dir).resolve() / "builder"
     if ROOT not in BUILT:
         shutil.rmtree(folder, ignore_errors=True)
         settings = [nox.project.load_toml(package / "pyproject.toml") for package in (*PACKAGES, *FIXTURES)]

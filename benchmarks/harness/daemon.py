@@ -45,11 +45,16 @@ def serve(
     disk: tuple[Path, int] | None = None,
     chunk_tokens: int | None = None,
     page: bool = False,
+    policy: str = "s3fifo",
 ) -> Iterator[Served]:
-    """A daemon with a host tier of that size, below it `disk` (path, capacity) if given; its files lie in `folder`."""
+    """A daemon with a host tier of that size and policy, below it `disk` (path, capacity) if given.
+
+    Its files lie in `folder`.
+    """
     folder.mkdir(exist_ok=True)
     socket, config = folder / "s", folder / "lmcache.yaml"
-    tiers: list[dict[str, Any]] = [{"name": "host", "backend": "memory", "capacity": capacity_nbytes}]
+    host = {"name": "host", "backend": "memory", "capacity": capacity_nbytes, "policy": policy}
+    tiers: list[dict[str, Any]] = [host]
     if disk is not None:
         path, capacity = disk
         tiers.append({"name": "disk", "backend": "disk", "capacity": capacity, "options": {"path": str(path)}})
