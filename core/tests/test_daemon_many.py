@@ -160,12 +160,13 @@ def test_a_load_goes_before_the_stores_that_were_asked_for_earlier():
                 ids = engine.compute(of, of.model.shards[0], range(4), at=16 * seed)
                 stores.append(cache.store(of, of.model.shards[0], range(4), engine.pages, ids))
             assert device.entered.wait(5), "the first store is being copied"
+            waiting = cache._ready.qsize()
             target = Engine(16)
             job = cache.retrieve(hit, chain(4).model.shards[0], range(4), target.pages, list(range(16)))
-            assert until(lambda: not cache._ready.empty()), "the load has arrived"
+            assert until(lambda: cache._ready.qsize() == waiting + 4), "the load has arrived"
             device.go.set()
-            assert job.wait(5).ok_chunks == 4
-            assert all(job.wait(5).ok_chunks == 4 for job in stores)
+            assert job.wait(30).ok_chunks == 4
+            assert all(job.wait(30).ok_chunks == 4 for job in stores)
         assert order.index("scatter") <= 2
         assert order.count("gather") == 11
         assert pool_of(filler).usage()[0] == 48
