@@ -46,6 +46,10 @@ class TestMemory(BackendLaws):
         return open_url(f"memory://{uuid.uuid4().hex}", context)
 
 
+FEW_HISTORIES = ((20, 8), (7, 40))
+"""For servers in Python, of which a step takes a hundredth of a second."""
+
+
 class ServerLaws(BackendLaws):
     """The laws on a server, which is started again after a law that killed it."""
 
@@ -89,6 +93,7 @@ class ServerLaws(BackendLaws):
 
 class TestFtp(ServerLaws):
     new_server = staticmethod(servers.ftp)
+    histories = FEW_HISTORIES
 
     def open_backend(self, context: Context) -> FsspecBackend:
         return open_url(f"ftp://kv@127.0.0.1:{self.server.port}/store", self.in_time(context), password="kv-secret-5")
@@ -96,6 +101,7 @@ class TestFtp(ServerLaws):
 
 class TestWebdav(ServerLaws):
     new_server = staticmethod(servers.webdav)
+    histories = FEW_HISTORIES
 
     def open_backend(self, context: Context) -> FsspecBackend:
         return open_url("webdav://store", self.in_time(context), {"base_url": f"http://127.0.0.1:{self.server.port}"})

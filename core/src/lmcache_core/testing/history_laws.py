@@ -6,7 +6,7 @@ Hypothesis makes the histories up, the same ones each time; each answer is compa
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ..backend import GetResult
 from ..errors import ChunkCorrupt
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from hypothesis.stateful import RuleBasedStateMachine
 
 _SIZES: Final = (1, 700, 4096, 20_000)
-_HISTORIES: Final = ((60, 8), (20, 40))
-"""(how many, of how many steps): short ones first, since a failure in one of them need not be shortened."""
 
 
 class HistoryLaws(BackendSubject):
     """What holds for a backend over many calls."""
+
+    histories: ClassVar[tuple[tuple[int, int], ...]] = ((60, 8), (20, 40))
+    """(how many, of how many steps); fewer for a store that takes long.  Short ones first: a failure in one of them need
+    not be shortened."""
 
     @law(since=(1, 0))
     def test_any_history_may_forget_but_never_lies(self) -> None:
@@ -34,7 +36,7 @@ class HistoryLaws(BackendSubject):
         from hypothesis.stateful import run_state_machine_as_test
 
         machine = backend_machine(self.open_backend)
-        for count, steps in _HISTORIES:
+        for count, steps in self.histories:
             check = settings(
                 max_examples=count,
                 stateful_step_count=steps,
