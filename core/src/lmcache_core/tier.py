@@ -157,7 +157,9 @@ class Tier:
         self._said_corrupt = float("-inf")
         self._clock = clock
         self._relist_at = 0.0
-        batch_nbytes = min(backend.traits.batch_nbytes, _STAGED_NBYTES if sealer.codec_name != "identity" else 1 << 40)
+        batch_nbytes = backend.traits.batch_nbytes
+        if sealer.codec_name != "identity":
+            batch_nbytes = min(batch_nbytes, _STAGED_NBYTES)
         self._load_nbytes, self._store_nbytes = batch_nbytes, min(batch_nbytes, max_queued_nbytes // 4)
         """Records are grouped into calls of the backend up to so much; a full queue refuses a group as a whole."""
         self._pool = TransferPool(

@@ -24,8 +24,8 @@ class HistoryLaws(BackendSubject):
     """What holds for a backend over many calls."""
 
     histories: ClassVar[tuple[tuple[int, int], ...]] = ((60, 8), (20, 40))
-    """(how many, of how many steps); fewer for a store that takes long.  Short ones first: a failure in one of them need
-    not be shortened."""
+    """(how many, of how many steps); fewer for a store that takes long.  Short ones first, since a failure in one of
+    them need not be shortened."""
 
     @law(since=(1, 0))
     def test_any_history_may_forget_but_never_lies(self) -> None:
