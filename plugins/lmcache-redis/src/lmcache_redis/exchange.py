@@ -81,7 +81,7 @@ class Exchange:
                     self._fail(address, groups[address], answers, error.with_traceback(None))
                     continue
                 try:
-                    link.send(part for todo in groups[address] if not _converses(todo) for part in _parts(todo))
+                    link.send(part for todo in groups[address] if not _converse(todo) for part in _parts(todo))
                 except OSError as error:
                     said = link.last_words()
                     self._lose(links.pop(address), groups[address], answers, f"{error}; {said}" if said else str(error))
@@ -94,7 +94,7 @@ class Exchange:
 
     def _read(self, link: Link, todos: Sequence[_Todo], answers: list[Answer]) -> None:
         """Read the answers on `link`, then give it back or throw it away."""
-        todos = sorted(todos, key=_converses)
+        todos = sorted(todos, key=lambda todo: _converse(todo) is not None)
         done = 0
         doubtful = False
         try:
@@ -151,13 +151,13 @@ def _expected(call: Call, answer: Answer) -> Answer:
     raise ProtocolError(f"{str(answer)[:32]!r} where {call.wants} is expected")
 
 
-def _converses(todo: _Todo) -> bool:
-    return todo.call.converse is not None and not todo.asking  # ASKING holds for one command
+def _converse(todo: _Todo) -> Callable[[Link], Answer] | None:
+    return None if todo.asking else todo.call.converse  # ASKING holds for one command
 
 
 def _answer(link: Link, todo: _Todo) -> Answer:
-    if todo.call.converse is not None and not todo.asking:
-        return todo.call.converse(link)
+    if converse := _converse(todo):
+        return converse(link)
     if todo.asking:
         link.read()
     return link.read(todo.call.into)

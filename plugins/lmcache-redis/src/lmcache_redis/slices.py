@@ -35,12 +35,12 @@ class SlicedReader:
         watched, nbytes = link.read(), link.read()
         for answer in (watched, nbytes):
             if isinstance(answer, ServerError):
-                link.read(into[:step])
+                _pass_over(link, into)
                 return self._instead(answer, link, name, into)
         if watched != "OK" or type(nbytes) is not int:
             raise ProtocolError(f"{str(watched)[:32]!r}, {str(nbytes)[:32]!r} where OK and a length are expected")
         if not 0 < nbytes <= len(into):
-            link.read(memoryview(bytearray(step)))  # of a record longer than `into`, nothing is written there
+            _pass_over(link, into)
             _unwatch(link)
             return Oversize(nbytes) if nbytes else _whole(link, name, into)  # absent, or there and empty
         starts = range(0, nbytes, step)
@@ -51,7 +51,7 @@ class SlicedReader:
             answer = link.read(part)
             if answer != len(part):
                 for _ in starts[index + 1 : index + 2]:
-                    link.read(into[:step])
+                    _pass_over(link, into)
                 return self._instead(answer, link, name, into)
         link.send([_END])
         begun, ended = link.read(), link.read()
@@ -71,6 +71,11 @@ class SlicedReader:
                 self._refused = True
                 logger.warning("%s: records are read whole, not in pieces: %s", self._name, answer.text)
         return _whole(link, name, into)
+
+
+def _pass_over(link: Link, into: memoryview) -> None:
+    """A piece that nobody wants any more; nothing is written."""
+    link.read(into[:0])
 
 
 def _whole(link: Link, name: bytes, into: memoryview) -> Answer:
