@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lmcache_core.backend import API_VERSION, Context, Entry, GetResult, Traits
+from lmcache_core.backend import API_VERSION, Context, DeviceIO, Entry, GetResult, Traits
+from lmcache_core.device import DeviceRecord
 from lmcache_core.errors import BackendError, BackendFull, BackendUnavailable, ChunkCorrupt
 from lmcache_core.keys import ChunkKey
 from lmcache_core.testing import (
@@ -49,6 +50,9 @@ class Model(DictBackend):
     def unregister(self, address: int, nbytes: int) -> None:
         self.registered.remove((address, nbytes))
 
+    def device_io(self) -> DeviceIO | None:
+        return ModelIO(self)
+
     def contains_prefix(self, keys: Sequence[ChunkKey], *, timeout_s: float) -> int:
         if not self.store.answering.wait(timeout_s):
             raise BackendUnavailable("stalled")
@@ -70,6 +74,19 @@ class Model(DictBackend):
         super()._check_open()
         if self.store.broken:
             raise BackendUnavailable("broken")
+
+
+class ModelIO:
+    """Device I/O of a model, for the CPU, whose memory is the host's."""
+
+    def __init__(self, backend: Model) -> None:
+        self.backend = backend
+
+    def get(self, key: ChunkKey, into: DeviceRecord) -> int | None:
+        return self.backend.get(key, into.memory)
+
+    def put(self, key: ChunkKey, data: DeviceRecord) -> None:
+        self.backend.put(key, data.memory)
 
 
 class ModelLaws(BackendLaws):
@@ -634,3 +651,114 @@ class WantsToKnowMemory(Model):
         if self.let_go:
             raise BackendUnavailable("this memory is not registered")
         super().put(key, data)
+
+
+# Device I/O.
+
+
+class OtherIO(Model):
+    """Its device I/O is what `io` says."""
+
+    io: ClassVar[type[ModelIO]]
+
+    def device_io(self) -> DeviceIO:
+        return self.io(self)
+
+
+@breaks("a_record_is_the_same_by_device_io_and_through_host_memory")
+class LeavesOutTheHeaderPage(OtherIO):
+    class io(ModelIO):
+        def get(self, key: ChunkKey, into: DeviceRecord) -> int | None:
+            return self.backend.get(key, into.payload(into.nbytes - 4096))
+
+        def put(self, key: ChunkKey, data: DeviceRecord) -> None:
+            self.backend.put(key, data.payload(data.nbytes - 4096))
+
+
+@breaks("a_record_is_the_same_by_device_io_and_through_host_memory")
+class KeepsAStoreOfItsOwn(OtherIO):
+    class io(ModelIO):
+        def get(self, key: ChunkKey, into: DeviceRecord) -> int | None:
+            return self.backend.get(ChunkKey(bytes(key)[::-1]), into.memory)
+
+        def put(self, key: ChunkKey, data: DeviceRecord) -> None:
+            self.backend.put(ChunkKey(bytes(key)[::-1]), data.memory)
+
+
+@breaks("device_io_into_longer_memory_says_how_long_the_record_is")
+class SaysHowMuchMemoryThereWas(OtherIO):
+    class io(ModelIO):
+        def get(self, key: ChunkKey, into: DeviceRecord) -> int | None:
+            return None if super().get(key, into) is None else into.nbytes
+
+
+@breaks("a_record_longer_than_the_device_memory_is_corrupt")
+class ReadsWhatFits(OtherIO):
+    class io(ModelIO):
+        def get(self, key: ChunkKey, into: DeviceRecord) -> int | None:
+            whole = bytearray(1 << 21)
+            nbytes = self.backend.get(key, memoryview(whole))
+            if nbytes is None:
+                return None
+            done = min(nbytes, into.nbytes)
+            into.memory[:done] = whole[:done]
+            if done < nbytes:
+                raise ChunkCorrupt(f"{done} of {nbytes} bytes")
+            return done
+
+
+@breaks("the_capacity_holds_for_device_io")
+class IsNotCounted(OtherIO):
+    class io(ModelIO):
+        def put(self, key: ChunkKey, data: DeviceRecord) -> None:
+            with self.backend.store.lock:
+                self.backend.store.records[key] = (bytes(data.memory), time.time())
+
+
+@breaks("the_capacity_holds_for_device_io")
+class SaysUnavailableWhenFull(OtherIO):
+    class io(ModelIO):
+        def put(self, key: ChunkKey, data: DeviceRecord) -> None:
+            try:
+                super().put(key, data)
+            except BackendFull as error:
+                raise BackendUnavailable("no room") from error
+
+
+@breaks("readers_by_device_io_never_see_part_of_a_record")
+class WritesInPlace(OtherIO):
+    class io(ModelIO):
+        def put(self, key: ChunkKey, data: DeviceRecord) -> None:
+            new = bytes(data.memory)
+            for end in range(4096, len(new) + 1, 16384):
+                super().put(key, data)
+                with self.backend.store.lock:
+                    torn = new[:end] + bytes(len(new) - end)
+                    self.backend.store.records[key] = (torn, time.time())
+                time.sleep(0)
+            super().put(key, data)
+
+
+@breaks("device_io_with_a_broken_store_is_a_backend_error")
+class LetsTheLibrarysErrorOut(OtherIO):
+    class io(ModelIO):
+        def put(self, key: ChunkKey, data: DeviceRecord) -> None:
+            if self.backend.store.broken:
+                raise RuntimeError("error 5011")
+            super().put(key, data)
+
+
+@breaks("device_io_with_a_broken_store_is_a_backend_error")
+class SwallowsWhatItCannotPut(OtherIO):
+    class io(ModelIO):
+        def put(self, key: ChunkKey, data: DeviceRecord) -> None:
+            if not self.backend.store.broken:
+                super().put(key, data)
+
+
+@breaks("device_io_after_close_is_a_backend_error")
+class WorksOn(OtherIO):
+    class io(ModelIO):
+        def put(self, key: ChunkKey, data: DeviceRecord) -> None:
+            with self.backend.store.lock:
+                self.backend.store.records[key] = (bytes(data.memory), time.time())

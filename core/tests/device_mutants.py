@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from lmcache_core.backend import API_VERSION
-from lmcache_core.device import Device, DoneFence, Fence, Pages, Probe
+from lmcache_core.device import Device, DeviceRecord, DoneFence, Fence, Pages, Probe
+from lmcache_core.devices.cpu import HostRecord
 from lmcache_core.errors import DeviceError
 from lmcache_core.layout import Layout
 
@@ -553,8 +554,8 @@ class LosesRegisteredMemory(Model):
         return DoneFence() if self.registered else super().run(copy)
 
 
-class WithPaths(Model):
-    """Correct, and a mutant where it says so."""
+class Full(Model):
+    """Correct, with all that a device may offer: no law is skipped for it."""
 
     path_names: ClassVar[tuple[str, ...]] = ("slow", "fast")
     gathers = scatters = "slow"
@@ -571,9 +572,12 @@ class WithPaths(Model):
             raise DeviceError("no such path")
         self.gathers, self.scatters = gather, scatter
 
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        return HostRecord(nbytes)
+
 
 @breaks("every_path_copies_the_same_bytes")
-class GathersTheWrongBlocksFast(WithPaths):
+class GathersTheWrongBlocksFast(Full):
     def copy_out(
         self, pages: Pages, ids: Sequence[int], layout: Layout, out: Sequence[memoryview], layers: range | None
     ) -> None:
@@ -581,7 +585,7 @@ class GathersTheWrongBlocksFast(WithPaths):
 
 
 @breaks("every_path_copies_the_same_bytes")
-class ForgetsTheSkipWhenFast(WithPaths):
+class ForgetsTheSkipWhenFast(Full):
     def copy_in(
         self,
         src: Sequence[memoryview],
@@ -595,13 +599,13 @@ class ForgetsTheSkipWhenFast(WithPaths):
 
 
 @breaks("a_path_that_there_is_not_is_refused")
-class TakesAnyPath(WithPaths):
+class TakesAnyPath(Full):
     def use(self, *, gather: str, scatter: str) -> None:
         self.gathers, self.scatters = gather, scatter
 
 
 @breaks("a_path_that_there_is_not_is_refused")
-class LooksAtOneDirection(WithPaths):
+class LooksAtOneDirection(Full):
     def use(self, *, gather: str, scatter: str) -> None:
         super().use(gather=gather, scatter=gather)
 
@@ -625,3 +629,96 @@ class KeepsItsWorker(Model):
             self.worked = True
             _leave_thread()
         return super().run(copy)
+
+
+# Staging memory.
+
+
+@breaks("a_staged_record_is_as_long_as_was_asked")
+class RoundsUp(Full):
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        return HostRecord(-(-nbytes // (1 << 20)) * (1 << 20))
+
+
+@breaks("a_staged_record_is_as_long_as_was_asked")
+class GivesAllAsPayload(Full):
+    class Record(HostRecord):
+        def payload(self, nbytes: int) -> memoryview:
+            return self.memory[4096:]
+
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        return self.Record(nbytes)
+
+
+@breaks("a_header_page_is_there_when_it_was_written_and_read_as_a_copy")
+class GivesAView(Full):
+    class Record(HostRecord):
+        def read_header(self) -> memoryview:
+            return self.memory[:4096]
+
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        return self.Record(nbytes)
+
+
+@breaks("a_header_page_is_there_when_it_was_written_and_read_as_a_copy")
+class KeepsTheHeaderBeside(Full):
+    class Record(HostRecord):
+        def read_header(self) -> memoryview:
+            return memoryview(self.header)
+
+        def write_header(self, page: memoryview) -> None:
+            self.header = bytes(page)
+
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        return self.Record(nbytes)
+
+
+@breaks("chunks_go_through_staged_records_as_through_host_memory")
+class ForgetsTheHeaderPage(Full):
+    class Record(HostRecord):
+        def payload(self, nbytes: int) -> memoryview:
+            return self.memory[:nbytes]
+
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        return self.Record(nbytes)
+
+
+@breaks("chunks_go_through_staged_records_as_through_host_memory")
+class CopiesFromACopy(Full):
+    """What a library reads into the record's memory is not what is scattered."""
+
+    class Record(HostRecord):
+        def payload(self, nbytes: int) -> memoryview:
+            return memoryview(bytearray(super().payload(nbytes)))
+
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        return self.Record(nbytes)
+
+
+@breaks("staged_records_are_apart")
+class HasOneRecordAlone(Full):
+    record: HostRecord | None = None
+
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        if self.record is None or self.record.nbytes != nbytes:
+            self.record = HostRecord(nbytes)
+        return self.record
+
+
+@breaks("more_staging_memory_than_there_is_is_a_device_error")
+class LetsTheSystemsErrorOut(Full):
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        if nbytes > 1 << 40:
+            raise MemoryError
+        return HostRecord(nbytes)
+
+
+@breaks("staging_memory_is_given_back_with_its_record")
+class KeepsRecords(Full):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[DeviceRecord] = []
+
+    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
+        self.records.append(HostRecord(nbytes))
+        return self.records[-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-from device_mutants import LEFT, MUTANTS, InThreads, KeepsHistory, Model, WithPaths
+from device_mutants import LEFT, MUTANTS, Full, InThreads, KeepsHistory, Model
 
 from lmcache_core.device import Probe
 from lmcache_core.devices.cpu import CpuDevice
@@ -37,16 +37,16 @@ class TestModel(DeviceLaws):
     device_class = Model
 
 
-class TestModelWithPaths(DeviceLaws):
-    device_class = WithPaths
+class TestFullModel(DeviceLaws):
+    device_class = Full
 
 
 class TestModelThatCopiesLater(DeviceLaws):
     device_class = InThreads
 
 
-def test_no_law_is_skipped_for_the_model() -> None:
-    assert {r.name: r.outcome for r in run_device_laws(Model)} == {each.name: "passed" for each in DeviceLaws.laws()}
+def test_no_law_is_skipped_for_the_full_model() -> None:
+    assert {r.name: r.outcome for r in run_device_laws(Full)} == {each.name: "passed" for each in DeviceLaws.laws()}
 
 
 def test_every_law_has_a_mutant() -> None:

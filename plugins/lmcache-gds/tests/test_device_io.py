@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from lmcache_core import (
     BackendError,
     BackendFull,
     ChunkCorrupt,
+    Context,
     CpuDevice,
     DeviceIO,
     DeviceRecord,
@@ -29,6 +31,7 @@ from lmcache_core import (
     Shard,
     open_cache,
 )
+from lmcache_core.testing.device_io_laws import DeviceIOLaws
 from lmcache_gds import GdsBackend, backend
 
 LAYOUT = Layout(
@@ -57,6 +60,20 @@ def staged(nbytes: int = NBYTES, data: bytes = b"") -> DeviceRecord:
     if data:
         made.memory[:nbytes] = data
     return made
+
+
+class TestLaws(DeviceIOLaws):
+    """Of device I/O, on the stand-in."""
+
+    @pytest.fixture(autouse=True)
+    def place(self, tmp_path: Path) -> None:
+        self.path = tmp_path / "s"
+
+    def open_backend(self, context: Context) -> GdsBackend:
+        return open_gds(self.path, capacity_nbytes=context.capacity_nbytes)
+
+    def break_store(self) -> None:
+        shutil.rmtree(self.path)
 
 
 def test_a_record_goes_from_device_memory_to_a_file_and_back(tmp_path: Path) -> None:

@@ -38,7 +38,10 @@ class HostRecord(DeviceRecord):
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._view = memoryview(mmap.mmap(-1, nbytes))
+        try:
+            self._view = memoryview(mmap.mmap(-1, nbytes))
+        except OSError as error:
+            raise DeviceError(f"no {nbytes} bytes of host memory: {error}") from error
 
     @property
     def memory(self) -> memoryview:

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..backend import Backend, Context
+from .device_io_laws import DeviceIOLaws
 from .history_laws import HistoryLaws
 from .laws import LawResult
 from .record_laws import RecordLaws
 from .store_laws import StoreLaws
 
 
-class BackendLaws(RecordLaws, StoreLaws, HistoryLaws):
+class BackendLaws(RecordLaws, StoreLaws, DeviceIOLaws, HistoryLaws):
     """What the contract in `lmcache_core.backend` promises.  A subclass supplies `open_backend`."""
 
 

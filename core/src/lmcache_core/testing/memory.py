@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib
 import mmap
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 POISON: Final = 0xA5
 _PAGE: Final = mmap.PAGESIZE
@@ -60,3 +63,18 @@ def filled_with(data: bytes) -> memoryview:
 
 def is_poison(view: memoryview) -> bool:
     return bytes(view) == bytes((POISON,)) * len(view)
+
+
+def contents(device_memory: Any) -> bytes:
+    """What the `memory` of a DeviceRecord, or its payload, holds: a host array, or a torch tensor anywhere."""
+    on_host = device_memory.cpu() if hasattr(device_memory, "cpu") else device_memory
+    return np.asarray(on_host).tobytes()
+
+
+def replace(device_memory: Any, data: bytes) -> None:
+    """Write `data` to the beginning of such memory, as a library that reads from storage does."""
+    new = np.frombuffer(bytearray(data), np.uint8)
+    if hasattr(device_memory, "cpu"):
+        device_memory[: len(data)].copy_(importlib.import_module("torch").from_numpy(new))
+    else:
+        np.asarray(device_memory)[: len(data)] = new
