@@ -105,11 +105,24 @@ def ended(result: JobResult | None) -> JobResult:
 
 
 def mover(
-    cache: Any, model: Model, shard: Shard, source: Bytes, target: Bytes, batch: int, timeout_s: float
+    cache: Any,
+    model: Model,
+    shard: Shard,
+    source: Bytes,
+    target: Bytes,
+    batch: int,
+    timeout_s: float,
+    *,
+    in_order: bool = False,
+    forget: Callable[[], object] = lambda: None,
 ) -> Callable[[], Timings]:
-    """One round: a new prompt of `batch` chunks stored, looked up and loaded, and its bytes compared."""
+    """One round: a new prompt of `batch` chunks stored, looked up and loaded, and its bytes compared.
+
+    Its blocks lie in the pages in random order, or one behind another where `in_order`.  `forget` is called after it.
+    """
     layout = shard.layout
-    block_ids = np.random.default_rng(0).permutation(batch * layout.blocks(layout.regions[0])).tolist()
+    blocks = np.arange(batch * layout.blocks(layout.regions[0]))
+    block_ids = (blocks if in_order else np.random.default_rng(0).permutation(blocks)).tolist()
     source_pages, target_pages = paged(source, layout), paged(target, layout)
 
     def go() -> Timings:
@@ -129,6 +142,7 @@ def mover(
 
         figures = {"store": seconds(store), "load": seconds(load)}
         check_equal(target, source, "what was loaded")
+        forget()
         return figures
 
     return go

@@ -60,7 +60,11 @@ class Keys:
 
 
 class Memory:
-    """Store and load through LocalCPUBackend: allocate, copy, put; get, copy."""
+    """Store and load through LocalCPUBackend: allocate, copy, put; get, copy.
+
+    From and to contiguous tensors, and, as "paged", from and to blocks of 64 KiB in random order by torch's own
+    `index_select` and `index_copy_`.
+    """
 
     def __init__(self, chunks: int, capacity_gib: float) -> None:
         torch: Any = importlib.import_module("torch")
@@ -88,37 +92,61 @@ class Memory:
         raw = torch.randint(0, 255, (chunks, 32 << 20), dtype=torch.uint8)
         self.source = [part.view(torch.float16).view(self.shape) for part in raw]
         self.target = [torch.zeros_like(part) for part in self.source]
+        # The same memory as an engine's pages: 32 layers, each with the blocks of all chunks.
+        self.source_pages = raw.view(torch.int16).view(32, chunks * 16, 32 << 10)
+        self.target_pages = torch.zeros_like(self.source_pages)
+        self.ids = list(torch.randperm(chunks * 16, generator=torch.Generator().manual_seed(0)).view(chunks, 16))
         self.number = 0
 
     def round(self) -> dict[str, float]:
+        for target in (*self.target, self.target_pages):
+            target.zero_()
+        figures = self._through(
+            lambda index, entry: entry.copy_(self.source[index]), lambda index, entry: self.target[index].copy_(entry)
+        )
+        paged = self._through(self._gather, self._scatter)
+        for source, target in zip(self.source, self.target, strict=True):
+            assert self.torch.equal(source.view(self.torch.int16), target.view(self.torch.int16)), "wrong bytes"
+        assert self.torch.equal(self.source_pages, self.target_pages), "wrong bytes in pages"
+        return figures | {f"paged {name}": figure for name, figure in paged.items()}
+
+    def _through(self, fill: Callable[[int, Any], Any], take: Callable[[int, Any], Any]) -> dict[str, float]:
         self.number += 1
         keys = [self.key_class("m", 1, 0, (self.number << 32) | i, self.torch.float16) for i in range(len(self.source))]
 
         def store() -> None:
-            for key, source in zip(keys, self.source, strict=True):
+            for index, key in enumerate(keys):
                 entry = self.backend.allocate(self.shape, self.torch.float16, self.format)
-                entry.tensor.copy_(source)
+                fill(index, entry.tensor)
                 self.backend.batched_submit_put_task([key], [entry])
                 entry.ref_count_down()
 
         def retrieve() -> None:
-            for key, target in zip(keys, self.target, strict=True):
+            for index, key in enumerate(keys):
                 entry = self.backend.get_blocking(key)
-                target.copy_(entry.tensor)
+                take(index, entry.tensor)
                 entry.ref_count_down()
 
-        for target in self.target:
-            target.zero_()
         figures = {"store": seconds(store), "load": seconds(retrieve)}
-        for source, target in zip(self.source, self.target, strict=True):
-            assert self.torch.equal(source.view(self.torch.int16), target.view(self.torch.int16)), "wrong bytes"
         for key in keys:
             self.backend.remove(key)
         return figures
 
+    def _gather(self, index: int, entry: Any) -> None:
+        for layer, into in enumerate(self._layers(entry)):
+            self.torch.index_select(self.source_pages[layer], 0, self.ids[index], out=into)
+
+    def _scatter(self, index: int, entry: Any) -> None:
+        for layer, source in enumerate(self._layers(entry)):
+            self.target_pages[layer].index_copy_(0, self.ids[index], source)
+
+    def _layers(self, entry: Any) -> Any:
+        return entry.view(self.torch.int16).view(32, 16, 32 << 10)
+
     def end(self) -> None:
         self.backend.close()
         self.source, self.target = [], []
+        del self.source_pages, self.target_pages
 
 
 class Adapter:

@@ -494,3 +494,28 @@ def test_what_fails_in_a_helping_thread_is_raised() -> None:
     with pytest.raises(ValueError, match="read-only"):
         device.scatter([memoryview(bytes(layout.nbytes))], layout, engine.pages, [0])
     device.close()
+
+
+@pytest.mark.parametrize("amd", [True, False])
+@pytest.mark.parametrize("odd_nbytes", [0, 4])
+@pytest.mark.parametrize("kind", [flat, inner_view, unaligned])
+def test_large_runs_of_neighbours_are_copied_whole_by_words_and_by_bytes(
+    monkeypatch: pytest.MonkeyPatch, amd: bool, odd_nbytes: int, kind: Callable[[int], Any]
+) -> None:
+    monkeypatch.setattr(lmcache_core.devices.cpu, "_is_amd", lambda: amd)
+    monkeypatch.setattr(lmcache_core.devices.cpu, "_WORDS_NBYTES", 256)
+    layout = Layout(chunk_tokens=16, regions=(region("kv", 3, 72 + odd_nbytes),))
+    engine = Engine.of(layout, (kind,))
+    engine.fill(1)
+    ids = [*range(4, 8), *range(12, 16)]
+    for start in (0, 1):  # at addresses of words, and between them
+        out = [memoryview(bytearray([POISON]) * (layout.nbytes + 16))[start : start + layout.nbytes] for _ in range(2)]
+        DEVICE.gather(engine.pages, ids, layout, out)
+        assert [bytes(buffer) for buffer in out] == [engine.chunk(ids[:4]), engine.chunk(ids[4:])]
+        target = Engine.of(layout, (kind,))
+        untouched = target.chunk([0])
+        DEVICE.scatter(out, layout, target.pages, ids, skip_blocks=1)
+        assert target.chunk([0]) == target.chunk([4]) == untouched
+        assert [target.block(0, layer, block) for layer in range(3) for block in ids[1:]] == [
+            engine.block(0, layer, block) for layer in range(3) for block in ids[1:]
+        ]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ _AT_MOST_S: Final = 600e-6
 """How long that may go on."""
 _NAP_S: Final = 1e-6
 """Some 60 us by the kernel's clock."""
+_WORDS_NBYTES: Final = 1 << 20
 
 
 class HostRecord(DeviceRecord):
@@ -55,6 +57,24 @@ class HostRecord(DeviceRecord):
 
     def write_header(self, page: memoryview) -> None:
         self._view[:PAGE_NBYTES] = page
+
+
+@cache
+def _is_amd() -> bool:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return "AuthenticAMD" in file.read(4096)
+    except OSError:
+        return False
+
+
+def _copy_run(target: Any, source: Any) -> None:
+    """`np.copyto` of bytes; large ones on AMD by a loop of numpy's, where the C library's `rep movsb` is slower."""
+    words = target.nbytes >= _WORDS_NBYTES and target.shape[-1] % 8 == 0 and _is_amd()
+    if words and _address(target) % 8 == _address(source) % 8 == 0:
+        np.bitwise_or(source.view(np.uint64), np.uint64(0), out=target.view(np.uint64))
+    else:
+        np.copyto(target, source)
 
 
 class CpuDevice(Device):
@@ -106,7 +126,7 @@ class CpuDevice(Device):
             if plane.rows is None:
                 _each_block(plane.page, chunk_ids, target, plane.region, to_page=False)
             elif run is not None:
-                np.copyto(target.reshape(plane.layers, blocks, nbytes), plane.run(run))
+                _copy_run(target.reshape(plane.layers, blocks, nbytes), plane.run(run))
             else:
                 flat = plane.rows.reshape(-1).view(np.dtype((np.void, nbytes)))  # one element a block
                 np.take(flat, plane.ids(chunk_ids).reshape(-1), out=target.view(flat.dtype), mode="clip")
@@ -142,7 +162,7 @@ class CpuDevice(Device):
             if plane.rows is None:
                 _each_block(plane.page, chunk_ids, source.reshape(-1), plane.region, to_page=True)
             elif run is not None:
-                np.copyto(plane.run(run), source)
+                _copy_run(plane.run(run), source)
             elif len(chunk_ids):
                 plane.rows[plane.ids(chunk_ids)] = source
 
@@ -213,35 +233,11 @@ class _Plane(NamedTuple):
     region: Region
     page: Any
     rows: Any
-    """Of bytes, a block each, from the first layer on; None where blocks are not contiguous."""
+    """Of bytes, a block each: those of all layers and whatever lies between; None where blocks are not contiguous."""
     offset: int
-    layers: int = 1
-    distance: int = 0
+    layers: int
+    distance: int
     """In rows, from one layer to the next."""
-
-    def with_next(self, other: _Plane, step: int) -> _Plane | None:
-        """The same and one layer more, if that comes next in a chunk and lies alike, as far on as those before it.
-
-        `step` is how many bytes a layer has in a chunk.
-        """
-        page, nbytes = self.page, self.region.block_nbytes
-        if other.region is not self.region or other.offset != self.offset + self.layers * step:
-            return None
-        if (self.layers + 1) * step > _STACK_NBYTES or self.rows is None or other.rows is None:
-            return None
-        if _kind(page) != _kind(other.page):
-            return None
-        distance, rest = divmod(_address(other.page) - _address(page), self.layers * nbytes)
-        if rest or distance < max(len(page), 1) or self.distance not in (0, distance):
-            return None
-        return self._replace(layers=self.layers + 1, distance=distance)
-
-    def whole(self) -> _Plane:
-        """The same with the rows of all its layers, and whatever lies between them."""
-        if self.layers == 1:
-            return self
-        rows = (self.layers - 1) * self.distance + len(self.page)
-        return self._replace(rows=as_strided(self.rows, (rows, self.region.block_nbytes)))
 
     def ids(self, chunk_ids: Any) -> Any:
         """The rows of a chunk's blocks, for each layer."""
@@ -255,25 +251,51 @@ class _Plane(NamedTuple):
 
 
 def _planes(pages: Pages, layout: Layout, layers: range | None) -> list[_Plane]:
-    """What is wanted, in the order of a chunk."""
+    """What is wanted, in the order of a chunk; layers that lie alike come together, as many as `_STACK_NBYTES` says."""
     planes: list[_Plane] = []
-    offset = 0
+    start = 0
     for region, arrays in zip(layout.regions, pages, strict=True):
-        step = layout.blocks(region) * region.block_nbytes
-        for layer, page in enumerate(arrays):
-            if layers is None or layer in layers:
-                plane = _Plane(region, page, _bytes(page, region.block_nbytes), offset)
-                stack = planes[-1].with_next(plane, step) if planes else None
-                if stack is None:
-                    planes.append(plane)
-                else:
-                    planes[-1] = stack
-            offset += step
-    return [plane.whole() for plane in planes]
+        nbytes = region.block_nbytes
+        step = layout.blocks(region) * nbytes
+        layer = 0
+        while layer < region.layers:
+            if layers is not None and layer not in layers:
+                layer += 1
+                continue
+            page = arrays[layer]
+            rows, count, distance = _bytes(page, nbytes), 1, 0
+            if rows is not None:
+                most = min(region.layers - layer, max(1, _STACK_NBYTES // step))
+                if layers is not None:
+                    most = next((more for more in range(1, most) if layer + more not in layers), most)
+                count, distance = _alike(arrays[layer : layer + most], nbytes)
+                if count > 1:
+                    rows = as_strided(rows, ((count - 1) * distance + len(page), nbytes))
+            planes.append(_Plane(region, page, rows, start + layer * step, count, distance))
+            layer += count
+        start += region.layers * step
+    return planes
+
+
+def _alike(arrays: Sequence[Any], nbytes: int) -> tuple[int, int]:
+    """How many of the first arrays are of one kind and at equal distances, and the distance in blocks of `nbytes`."""
+    first = arrays[0]
+    if len(arrays) == 1:
+        return 1, 0
+    address, kind = _address(first), _kind(first)
+    distance, rest = divmod(_address(arrays[1]) - address, nbytes)
+    if rest or distance < max(len(first), 1):
+        return 1, 0
+    count = 1
+    while count < len(arrays) and _address(arrays[count]) == address + count * distance * nbytes:
+        if _kind(arrays[count]) != kind:
+            break
+        count += 1
+    return (count, distance) if count > 1 else (1, 0)
 
 
 def _kind(page: Any) -> tuple[Any, ...]:
-    return page.shape, page.dtype, page.flags.writeable
+    return page.shape, page.strides, page.dtype, page.flags.writeable
 
 
 def _address(page: Any) -> int:
