@@ -332,8 +332,7 @@ def install_engine(session: nox.Session, suite: Path) -> None:
 
 def by_uv(session: nox.Session, *arguments: str) -> bool:
     """Whether uv could install that, which takes a tenth of pip's time: the same packages, from where pip gets them."""
-    builder(session)
-    uv = Path(session.cache_dir).resolve() / "builder" / "bin" / "uv"
+    uv = Path(builder(session)).with_name("uv") / "bin" / "uv"
     if not uv.exists():
         return False
     options, variables = uv_settings()
@@ -392,12 +391,14 @@ def builder(session: nox.Session) -> str:
     """A folder with what builds all packages, installed once per run of nox and not once per wheel."""
     folder = Path(session.cache_dir).resolve() / "builder"
     if ROOT not in BUILT:
-        shutil.rmtree(folder, ignore_errors=True)
+        uv = folder.with_name("uv")
+        for each in (folder, uv):
+            shutil.rmtree(each, ignore_errors=True)
         settings = [nox.project.load_toml(package / "pyproject.toml") for package in (*PACKAGES, *FIXTURES)]
         needed = {requirement for each in settings for requirement in each["build-system"]["requires"]}
-        by_pip = ("python", "-m", "pip", "install", "-q", "--target", str(folder))
-        session.run(*by_pip, *sorted(needed), silent=True)
-        session.run(*by_pip, "uv", silent=True, success_codes=(0, 1))  # without it pip does everything
+        by_pip = ("python", "-m", "pip", "install", "-q", "--target")
+        session.run(*by_pip, str(folder), *sorted(needed), silent=True)
+        session.run(*by_pip, str(uv), "uv", silent=True, success_codes=(0, 1))  # without it pip does everything
         BUILT.add(ROOT)
     return str(folder)
 

@@ -1,10 +1,10 @@
 """The memory tier: 32 MiB chunks stored and loaded in batches of 8, through LocalCache.
 
 Ours goes from an engine's pages (32 layers of 64 KiB blocks) into the slab and back: reserve, copy, commit; lookup,
-copy, release.  A chunk's blocks are neighbours, or in random order.  The limit copies the same bytes, chunk by chunk, between
-two private buffers whose pages are as large as the slab's, which is private memory too; a shared mapping is shown
-beside.  The peer is its LocalCPUBackend, from and to contiguous tensors, or the same pages by torch's `index_select` and
-`index_copy_`.
+copy, release.  A chunk's blocks are neighbours, or in random order.  The limit copies the same bytes, chunk by chunk,
+between two private buffers whose pages are as large as the slab's, which is private memory too; a shared mapping is
+shown beside.  The peer is its LocalCPUBackend, from and to contiguous tensors, or the same pages by torch's
+`index_select` and `index_copy_`.
 """
 
 from __future__ import annotations
@@ -70,9 +70,7 @@ def rows(options: Options) -> Iterator[Row]:
 
         # A round is short, and what is compared differs by little.
         many = replace(options, rounds=3 * options.rounds)
-        measured = paired(
-            many, {"ours": ours, "limit": limit}, "memory", chunks=BATCH, capacity_gib=2 * nbytes / GiB
-        )
+        measured = paired(many, {"ours": ours, "limit": limit}, "memory", chunks=BATCH, capacity_gib=2 * nbytes / GiB)
     size = f"{BATCH} chunks of 32 MiB"
     pages = "huge pages" if huge else "4 KiB pages"
     note = f"{size}, slab in {pages}; limit: np.copyto between private buffers in {pages}"

@@ -44,7 +44,7 @@ class Transfer:
     pages: Pages
     ids: Numbers
     layout: Layout
-    buffers: Sequence[memoryview]
+    buffers: Sequence[memoryview | torch.Tensor]
     layers: range | None
     skip_blocks: int
     reach: Reach
@@ -54,9 +54,16 @@ class Transfer:
         """Of each chunk."""
         return self.layout.blocks(self.layout.regions[0])
 
-    @property
-    def hosts(self) -> list[int]:
-        return [np.frombuffer(buffer, np.uint8).__array_interface__["data"][0] for buffer in self.buffers]
+    def places(self) -> list[tuple[int, int | None]]:
+        """(address, the same as kernels see it) of each buffer; None for host memory that is not pinned."""
+        found: list[tuple[int, int | None]] = []
+        for buffer in self.buffers:
+            if isinstance(buffer, memoryview):
+                address = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+                found.append((address, self.reach(address, self.layout.nbytes)))
+            else:  # of a TorchRecord
+                found.append((buffer.data_ptr(), buffer.data_ptr()))
+        return found
 
     def planes(self) -> Iterator[tuple[torch.Tensor, int, int]]:
         """(pages of one layer, its place in a chunk, bytes of a block) for each layer that is wanted."""
@@ -154,9 +161,9 @@ class Kernel:
         return "" if importlib.util.find_spec("triton") is not None else "triton is not installed"
 
     def plan(self, copy: Transfer) -> Plan | str:
-        reached = [copy.reach(host, copy.layout.nbytes) for host in copy.hosts]
-        hosts = [host for host in reached if host is not None]
-        if len(hosts) < len(reached):
+        places = copy.places()
+        hosts = [reached for _, reached in places if reached is not None]
+        if len(hosts) < len(places):
             return "host memory that is not pinned"
         groups: dict[tuple[Geometry, int, int], list[tuple[int, int]]] = {}
         for page, offset, nbytes in copy.planes():
@@ -214,8 +221,8 @@ class Batch:
 
     def plan(self, copy: Transfer) -> Plan | str:
         assert self._library is not None, "a path that is missing"
-        hosts = copy.hosts
-        if any(copy.reach(host, copy.layout.nbytes) is None for host in hosts):
+        places = copy.places()
+        if any(reached is None for _, reached in places):
             return "host memory that is not pinned"
         there: list[Numbers] = []
         here: list[Numbers] = []
@@ -228,7 +235,7 @@ class Batch:
             starts = page.data_ptr() + copy.ids[:, None] * geometry.block_stride + np.array(geometry.runs)[None, :]
             there.append(starts.reshape(-1)[copy.skip_blocks * (nbytes // run) :])
             in_chunk = offset + np.arange(copy.blocks * (nbytes // run)) * run
-            into = (np.array(hosts, np.int64)[:, None] + in_chunk[None, :]).reshape(-1)
+            into = (np.array([address for address, _ in places], np.int64)[:, None] + in_chunk[None, :]).reshape(-1)
             here.append(into[copy.skip_blocks * (nbytes // run) :])
             sizes.append(np.full(len(there[-1]), run, np.int64))
         if not there or not len(copy.ids):
