@@ -332,7 +332,7 @@ def install_engine(session: nox.Session, suite: Path) -> None:
 
 
 def by_uv(session: nox.Session, *arguments: str) -> bool:
-    """Whether uv did what pip's command of that name would: the same packages, from where pip gets them, much faster."""
+    """Whether uv did that: the same packages as by pip, from where pip gets them, in a fraction of the time."""
     uv = Path(builder(session)).with_name("uv") / "bin" / "uv"
     if not uv.exists():
         return False

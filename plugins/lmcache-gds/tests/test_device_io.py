@@ -31,7 +31,7 @@ from lmcache_core import (
     Shard,
     open_cache,
 )
-from lmcache_core.testing.device_io_laws import DeviceIOLaws
+from lmcache_core.testing import DeviceIOLaws
 from lmcache_gds import GdsBackend, backend
 
 LAYOUT = Layout(

@@ -2,6 +2,7 @@
 
 Backends: inherit `BackendLaws` in a test class, or call `run_backend_laws(open_backend) -> list[LawResult]`, where
 `open_backend(context: Context) -> Backend` opens a handle on the store.  Only the former needs pytest.
+`DeviceIOLaws` are those of them that a suite may want for device I/O alone, say on a stand-in.
 `backend_machine(open_backend)` is the state machine behind the law over histories, for those who want longer ones.
 Eviction policies: likewise `PolicyLaws` and `run_policy_laws(new_policy)`.
 Codecs: likewise `CodecLaws` and `run_codec_laws(open_codec)`.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from .backend_laws import BackendLaws, run_backend_laws
 from .codec_laws import CodecLaws, run_codec_laws
+from .device_io_laws import DeviceIOLaws
 from .device_laws import DeviceLaws, run_device_laws
 from .dict_backend import DictBackend, DictStore
 from .faults import Fault, FaultBackend
@@ -22,6 +24,7 @@ from .policy_laws import PolicyLaws, run_policy_laws
 __all__ = [
     "BackendLaws",
     "CodecLaws",
+    "DeviceIOLaws",
     "DeviceLaws",
     "DictBackend",
     "DictStore",
