@@ -17,7 +17,7 @@ from lmcache_core.testing.dict_backend import DictBackend
 class Counting(DictBackend):
     """Says how many records each call had."""
 
-    def __init__(self, batch_nbytes: int) -> None:
+    def __init__(self, batch_nbytes: int | None) -> None:
         super().__init__()
         self.traits = replace(type(self).traits, batch_nbytes=batch_nbytes, io_threads=1)  # type: ignore[misc]
         self.gets: list[int] = []
@@ -34,7 +34,7 @@ class Counting(DictBackend):
         return super().put_many(keys, data, timeout_s=timeout_s)
 
 
-def calls(batch_nbytes: int, **settings: Any) -> tuple[list[int], list[int]]:
+def calls(batch_nbytes: int | None, **settings: Any) -> tuple[list[int], list[int]]:
     """Records of each put and of each get, of 10 chunks that are stored and then loaded from the backend."""
     backend = Counting(batch_nbytes)
     with open_local([backend], chunks=10, **settings) as cache:
@@ -49,6 +49,15 @@ def calls(batch_nbytes: int, **settings: Any) -> tuple[list[int], list[int]]:
 def test_a_call_has_as_many_records_as_the_backend_likes() -> None:
     assert calls(4 * RECORD) == ([4, 4, 2], [4, 4, 2])
     assert calls(1 << 30) == ([10], [10])
+
+
+def test_loads_are_in_parts_for_all_threads_where_the_backend_does_not_care(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calls(None) == ([10], [10])  # too little for parts
+    monkeypatch.setattr(tier, "_LEAST_PART_NBYTES", RECORD)
+    monkeypatch.setattr(tier, "_PARTS_PER_THREAD", 3)
+    assert calls(None) == ([10], [3, 3, 3, 1])
+    monkeypatch.setattr(tier, "_BATCH_NBYTES", 2 * RECORD)
+    assert calls(None) == ([2] * 5, [2] * 5)
 
 
 def test_a_record_that_is_larger_than_a_batch_has_a_call_of_its_own() -> None:

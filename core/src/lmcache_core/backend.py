@@ -36,9 +36,9 @@ class Traits:
     """Useful number of concurrent calls; the tier sizes its pool with it."""
     max_nbytes: int | None = None
     """Largest record that the store can hold; `None` for no limit."""
-    batch_nbytes: int = 8 << 20
-    """How much one call of `get_many` or `put_many` is given at most, but for single records that are larger: little
-    leaves more to do at the same time, much suits a store that does a batch's records at the same time itself."""
+    batch_nbytes: int | None = None
+    """How much one call of `get_many` or `put_many` is best given; for stores that do better with one large call at a
+    time.  None: 8 MiB, and loads in parts that keep all threads at work."""
     may_tear: bool = False
     """After a crash of the machine a record may be there in part, and only its checksum tells."""
 

@@ -42,6 +42,9 @@ from .transfer import Task, TransferPool
 
 log = logging.getLogger(__name__)
 
+_BATCH_NBYTES: Final = 8 << 20
+_LEAST_PART_NBYTES: Final = 1 << 20
+_PARTS_PER_THREAD: Final = 4
 _STAGED_NBYTES: Final = 8 << 20
 """Most that one call moves of encoded records: each thread has staging memory for as much."""
 _RELIST_INTERVAL_S: Final = 5.0
@@ -157,7 +160,7 @@ class Tier:
         self._said_corrupt = float("-inf")
         self._clock = clock
         self._relist_at = 0.0
-        batch_nbytes = backend.traits.batch_nbytes
+        batch_nbytes = backend.traits.batch_nbytes or _BATCH_NBYTES
         if sealer.codec_name != "identity":
             batch_nbytes = min(batch_nbytes, _STAGED_NBYTES)
         self._load_nbytes, self._store_nbytes = batch_nbytes, min(batch_nbytes, max_queued_nbytes // 4)
@@ -220,7 +223,7 @@ class Tier:
 
     def load(self, items: Sequence[LoadItem]) -> None:
         """Read records in the background, in order; each item is answered once."""
-        batches = _batches(items, self._load_nbytes)
+        batches = _batches(items, min(self._load_nbytes, self._share_nbytes(items)))
         timed = _Timed(time.monotonic(), len(batches))
         for batch in batches:
             task = Task(
@@ -232,6 +235,14 @@ class Tier:
                 self._metrics.add("tier_reads", len(batch), tier=self.name, result="tier unavailable")
                 for item in batch:
                     item.done(item, None, "tier unavailable", False)
+
+    def _share_nbytes(self, items: Sequence[LoadItem]) -> int:
+        """Parts small enough that all threads read and end at about the same time."""
+        traits = self.backend.traits
+        if traits.batch_nbytes is not None:
+            return traits.batch_nbytes
+        parts = traits.io_threads * _PARTS_PER_THREAD
+        return max(_LEAST_PART_NBYTES, sum(item.record.nbytes for item in items) // parts)
 
     def store(self, items: Sequence[StoreItem]) -> None:
         """Write records in the background; what the queue cannot take is dropped, counted and answered at once."""
