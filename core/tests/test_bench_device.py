@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from device_mutants import WithPaths
+from device_mutants import Full
 
 from lmcache_core import choice
 from lmcache_core.cli import bench_device, device_speed, main
@@ -50,7 +50,7 @@ def test_what_cannot_be_measured_is_one_clear_error() -> None:
     assert "no device 'nonsense'" in lmc("nonsense").output
 
 
-class Fast(WithPaths):
+class Fast(Full):
     """A device whose second path is the faster one; it is told by what it was asked, not by a clock."""
 
 
@@ -98,7 +98,7 @@ def test_another_path_is_chosen_only_where_it_is_clearly_faster() -> None:
 
 
 def test_a_path_that_brings_other_bytes_ends_the_measuring() -> None:
-    class Wrong(WithPaths):
+    class Wrong(Full):
         def copy_out(self, pages: Any, ids: Any, layout: Layout, out: Any, layers: range | None) -> None:
             super().copy_out(pages, list(ids)[::-1] if self.gathers == "fast" else ids, layout, out, layers)
 
@@ -112,7 +112,7 @@ def test_a_path_that_brings_other_bytes_ends_the_measuring() -> None:
 
 
 def test_a_path_that_could_not_be_taken_has_no_figures_and_a_reason() -> None:
-    class Refuses(WithPaths):
+    class Refuses(Full):
         tried: str = ""
 
         def use(self, *, gather: str, scatter: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_mutants import Model, WithPaths
+from device_mutants import Model, Full
 
 from lmcache_core import choice
 from lmcache_core.choice import Choice
@@ -25,9 +25,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "lmcache"
 
 
-def opened(caplog: pytest.LogCaptureFixture) -> tuple[WithPaths, str]:
+def opened(caplog: pytest.LogCaptureFixture) -> tuple[Full, str]:
     """A device as the cache opens it, and the one line that is said."""
-    device = WithPaths()
+    device = Full()
     caplog.clear()
     with caplog.at_level(logging.INFO):
         choice.apply("acme", device)
@@ -121,13 +121,13 @@ def test_without_a_folder_nothing_is_found_and_nothing_kept(monkeypatch: pytest.
 
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/paths/do/not/count")
     monkeypatch.setattr(Path, "home", nowhere)
-    assert choice.find("acme", WithPaths) is None
+    assert choice.find("acme", Full) is None
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
         choice.keep("acme", HERE)
 
 
 @pytest.mark.parametrize("name", ["inline:Acme", "../acme", "", "a/b"])
 def test_a_name_that_is_no_file_name_keeps_nothing(name: str) -> None:
-    assert choice.find(name, WithPaths) is None
+    assert choice.find(name, Full) is None
     with pytest.raises(ConfigError, match="no choice is kept"):
         choice.keep(name, HERE)
