@@ -159,8 +159,8 @@ def test_the_script_for_the_day_with_an_accelerator_works_without_one(tmp_path: 
     (path,) = tmp_path.glob("device-cpu-*-quick.json")
     found = json.loads(path.read_text())
     assert found["versions"]["lmcache-core"]
-    outcomes = {law["name"]: law["outcome"] for law in found["laws"]["laws"]}
-    of_paths = {"test_every_path_copies_the_same_bytes", "test_a_path_that_there_is_not_is_refused"}
+    outcomes = {law["law"]: law["outcome"] for law in found["laws"]["laws"]}
+    of_paths = {"every_path_copies_the_same_bytes", "a_path_that_there_is_not_is_refused"}
     assert {name for name, outcome in outcomes.items() if outcome != "passed"} == of_paths
     assert {figure["path"] for figure in found["paths"]["figures"]} == {"direct"}
     assert {"gather, cpu", "longest wait for the GIL, scatter, cpu"} <= {row["row"] for row in found["benchmark"]}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from device_mutants import Model, Full
+from device_mutants import Full, Model
 
 from lmcache_core import choice
 from lmcache_core.choice import Choice
