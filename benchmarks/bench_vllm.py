@@ -23,7 +23,7 @@ from typing import Any, Final
 from harness import vllm as vllms
 from harness.daemon import Served, serve
 from harness.fio import JOBS, find_fio, fio_round
-from harness.measure import GiB, MiB, Options, Timings, interleave, load_average, paired
+from harness.measure import GiB, MiB, Options, Paired, Samples, Timings, interleave, load_average, paired
 from harness.peer import Missing
 from harness.report import Must, Row, row_of
 
@@ -41,6 +41,8 @@ SET_HOST_NBYTES: Final = 256 * MiB
 """Less than a set has, and more than any of its prompts."""
 READS: Final = 4
 """Passes over a set in a round: two first tokens, of which the difference is wanted, scatter by as much as it is."""
+SHORT: Final = 40
+"""Tokens of a prompt that is in no cache: less than a chunk."""
 MISS_SHARE: Final = 0.1
 LEAST_S: Final = 1e-4
 """What a read takes at least, should the hit from memory that it is set against have been a slow one."""
@@ -189,37 +191,57 @@ def _disk_rows(
         for length, number in wanted:
             engine.one(_prompt(length, 1000 + number))  # the last set is in memory, the others are not
 
-        def ours() -> Timings:
-            found: dict[str, list[float]] = defaultdict(list)
-            for number in (next(passes) % SETS for _ in range(READS)):
+        # One read after another, each with its limit beside it: what a disk gives changes within seconds.
+        samples: dict[str, Samples] = {"ours": defaultdict(list), "limit": defaultdict(list)}
+        load, no_fio = load_average(), find_fio()
+        for number in range(options.rounds + 1):
+            found: dict[str, Samples] = {"ours": defaultdict(list), "limit": defaultdict(list)}
+            for _ in range(READS):
+                which = 1000 + next(passes) % SETS
                 for length in lengths:
-                    tokens = _prompt(length, 1000 + number)
-                    first = engine.one(tokens)
-                    if first["cached_tokens"] < _whole(length - 1) or _residents(engine.log)[-1]:
-                        raise NotHit(f"{length} tokens: {first['cached_tokens']} cached, some of them not from disk")
-                    found[f"disk {length}"].append(first["ttft_s"])
-                    found[f"memory {length}"] += [answer["ttft_s"] for answer in _hit(engine, tokens, HITS)]
-            figures = {name: statistics.median(values) for name, values in found.items()}
-            for length in lengths:
-                figures[f"extra {length}"] = max(figures[f"disk {length}"] - figures[f"memory {length}"], LEAST_S)
-            return figures
-
-        def limit() -> Timings:
-            size = record_nbytes(vllms.BLOCK_TOKENS * vllms.SMOLLM2_TOKEN_NBYTES)
-            figures = {}
-            for length in lengths:
-                files = -(-_whole(length) // vllms.BLOCK_TOKENS // JOBS) * JOBS
-                read = fio_round(store, file_nbytes=size, files=files, huge=False)["read"]
-                figures[f"extra {length}"] = read * (_whole(length) // vllms.BLOCK_TOKENS) / files
-            return figures
-
-        measured = paired(options, {"ours": ours, "limit": find_fio() or limit})
+                    for what, value in _from_disk(engine, length, which).items():
+                        found["ours"][f"{what} {length}"].append(value)
+                    if no_fio is None:
+                        found["limit"][f"load {length}"].append(_fio_s(store, length))
+            for side, figures in found.items() if number else ():
+                for what, values in figures.items():
+                    samples[side][what].append(statistics.median(values))
+    measured = Paired(samples, load, f"no limit: {no_fio.reason}" if no_fio else "")
     for length in lengths:
         row = f"from disk, {length:,} tokens"
-        yield measured.row("vllm", row, "ms", f"disk {length}", _ms, note="first token, engine and daemon restarted")
-        note = f"time over a hit from memory, medians of {READS} reads a round; limit: fio reading as many bytes"
-        row = f"from disk, {length:,} tokens, extra"
-        yield measured.row("vllm", row, "ms", f"extra {length}", _ms, must=Must(ratio_limit=0.8), note=note)
+        note = "first token, engine and daemon restarted"
+        yield measured.row("vllm", row, "ms", f"disk {length}", _ms, note=note)
+        row = f"from disk, {length:,} tokens, beyond a hit from memory"
+        note = f"of the first token, medians of {READS} reads a round; limit: fio reading as many bytes"
+        yield measured.row("vllm", row, "ms", f"extra {length}", _ms, limit=f"load {length}", note=note)
+        row = f"from disk, {length:,} tokens, of it the load"
+        note = f"from the step that starts it to the step that hears of its end, {note}"
+        must = Must(ratio_limit=0.8)
+        yield measured.row("vllm", row, "ms", f"load {length}", _ms, must=must, note=note)
+
+
+def _from_disk(engine: Engine, length: int, number: int) -> Timings:
+    """A prompt asked for once from disk, then from memory: the first token, and by how much it and its load differ."""
+    tokens = _prompt(length, number)
+    engine.one(_prompt(SHORT, 0))  # as before the hits from memory, the engine has just been at work
+    first = engine.one(tokens)
+    if first["cached_tokens"] < _whole(length - 1) or _residents(engine.log)[-1]:
+        raise NotHit(f"{length} tokens: {first['cached_tokens']} cached, some of them not from disk")
+    load_s = _loads_s(engine.log)[-1]
+    hits = [answer["ttft_s"] for answer in _hit(engine, tokens, HITS)]
+    return {
+        "disk": first["ttft_s"],
+        "extra": max(first["ttft_s"] - statistics.median(hits), LEAST_S),
+        "load": max(load_s - statistics.median(_loads_s(engine.log)[-HITS:]), LEAST_S),
+    }
+
+
+def _fio_s(store: Path, length: int) -> float:
+    """How long fio reads the chunks of such a prompt; it has files for each of its jobs."""
+    chunks = _whole(length) // vllms.BLOCK_TOKENS
+    files = -(-chunks // JOBS) * JOBS
+    size = record_nbytes(vllms.BLOCK_TOKENS * vllms.SMOLLM2_TOKEN_NBYTES)
+    return fio_round(store, file_nbytes=size, files=files, huge=False)["read"] * chunks / files
 
 
 def _one_process_row(options: Options, vllm: vllms.Vllm, model: Path, length: int) -> Row:
