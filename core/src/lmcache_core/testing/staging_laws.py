@@ -94,13 +94,13 @@ class StagingLaws(DeviceSubject):
 
     @law(since=(1, 0))
     def test_staging_memory_is_given_back_with_its_record(self) -> None:
-        pages = Engine(self, KV).pages
+        pages, data = Engine(self, KV).pages, bytes(_RECORD_NBYTES)
 
         def records() -> int:
             for _ in range(_ROUNDS):
-                memory.replace(self._staging(_RECORD_NBYTES, pages).memory, b"used")
+                memory.replace(self._staging(_RECORD_NBYTES, pages).memory, data)
             gc.collect()
-            return self.device_nbytes() + _mapped_nbytes()
+            return self.device_nbytes() + _resident_nbytes()
 
         records()
         before = records()
@@ -119,10 +119,10 @@ def _record_nbytes(payload_nbytes: int) -> int:
     return PAGE_NBYTES + memory.round_up(payload_nbytes, PAGE_NBYTES)
 
 
-def _mapped_nbytes() -> int:
-    """What this process has mapped, where the system tells."""
+def _resident_nbytes() -> int:
+    """Memory of this process, where the system tells."""
     try:
         with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except FileNotFoundError:
         return 0
