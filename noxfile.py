@@ -352,6 +352,7 @@ def uv_settings() -> dict[str, str]:
     names = {
         "index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS",
         "constraint": "UV_CONSTRAINT", "trusted-host": "UV_INSECURE_HOST", "cert": "SSL_CERT_FILE",
+        "timeout": "UV_HTTP_TIMEOUT", "default-timeout": "UV_HTTP_TIMEOUT",
     }  # fmt: skip
     variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # pip's
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
