@@ -212,9 +212,9 @@ def _disk_rows(
         note = "first token, engine and daemon restarted"
         yield measured.row("vllm", row, "ms", f"disk {length}", _ms, note=note)
         row = f"from disk, {length:,} tokens, beyond a hit from memory"
-        note = f"of the first token, medians of {READS} reads a round; limit: fio reading as many bytes"
+        note = f"medians of {READS} reads a round; limit: fio reading as many bytes"
         yield measured.row("vllm", row, "ms", f"extra {length}", _ms, limit=f"load {length}", note=note)
-        row = f"from disk, {length:,} tokens, of it the load"
+        row = f"from disk, {length:,} tokens, of that the load"
         note = f"from the step that starts it to the step that hears of its end, {note}"
         must = Must(ratio_limit=0.8)
         yield measured.row("vllm", row, "ms", f"load {length}", _ms, must=must, note=note)
@@ -223,7 +223,8 @@ def _disk_rows(
 def _from_disk(engine: Engine, length: int, number: int) -> Timings:
     """A prompt asked for once from disk, then from memory: the first token, and by how much it and its load differ."""
     tokens = _prompt(length, number)
-    engine.one(_prompt(SHORT, 0))  # as before the hits from memory, the engine has just been at work
+    for _ in range(HITS):
+        engine.one(_prompt(SHORT, 0))  # as before the hits from memory, the engine has just been at work
     first = engine.one(tokens)
     if first["cached_tokens"] < _whole(length - 1) or _residents(engine.log)[-1]:
         raise NotHit(f"{length} tokens: {first['cached_tokens']} cached, some of them not from disk")
