@@ -43,7 +43,7 @@ from .transfer import Task, TransferPool
 log = logging.getLogger(__name__)
 
 _BATCH_NBYTES: Final = 8 << 20
-_LEAST_PART_NBYTES: Final = 1 << 20
+_LEAST_PART_NBYTES: Final = 2 << 20
 _PARTS_PER_THREAD: Final = 4
 _STAGED_NBYTES: Final = 8 << 20
 """Most that one call moves of encoded records: each thread has staging memory for as much."""
