@@ -90,9 +90,7 @@ def tests(session: nox.Session, package: Path, version: str) -> None:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Ruff: rules and format."""
-    tools = nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "lint")
-    if not by_uv(session, *UV_INSTALL, *tools):
-        session.install(*tools)
+    session.install(*nox.project.dependency_groups(nox.project.load_toml(ROOT / "pyproject.toml"), "lint"))
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
 

@@ -708,7 +708,8 @@ class ReadsWhatFits(OtherIO):
 
 
 @breaks("the_capacity_holds_for_device_io")
-class IsNotCounted(OtherIO):
+@breaks("device_io_after_close_is_a_backend_error")
+class PutsPastTheBackend(OtherIO):
     class io(ModelIO):
         def put(self, key: ChunkKey, data: DeviceRecord) -> None:
             with self.backend.store.lock:
@@ -754,11 +755,3 @@ class SwallowsWhatItCannotPut(OtherIO):
         def put(self, key: ChunkKey, data: DeviceRecord) -> None:
             if not self.backend.store.broken:
                 super().put(key, data)
-
-
-@breaks("device_io_after_close_is_a_backend_error")
-class WorksOn(OtherIO):
-    class io(ModelIO):
-        def put(self, key: ChunkKey, data: DeviceRecord) -> None:
-            with self.backend.store.lock:
-                self.backend.store.records[key] = (bytes(data.memory), time.time())

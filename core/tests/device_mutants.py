@@ -557,6 +557,7 @@ class LosesRegisteredMemory(Model):
 class Full(Model):
     """Correct, with all that a device may offer: no law is skipped for it."""
 
+    Record: ClassVar[type[HostRecord]] = HostRecord
     path_names: ClassVar[tuple[str, ...]] = ("slow", "fast")
     gathers = scatters = "slow"
 
@@ -573,7 +574,7 @@ class Full(Model):
         self.gathers, self.scatters = gather, scatter
 
     def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
-        return HostRecord(nbytes)
+        return self.Record(nbytes)
 
 
 @breaks("every_path_copies_the_same_bytes")
@@ -646,18 +647,12 @@ class GivesAllAsPayload(Full):
         def payload(self, nbytes: int) -> memoryview:
             return self.memory[4096:]
 
-    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
-        return self.Record(nbytes)
-
 
 @breaks("a_header_page_is_there_when_it_was_written_and_read_as_a_copy")
 class GivesAView(Full):
     class Record(HostRecord):
         def read_header(self) -> memoryview:
             return self.memory[:4096]
-
-    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
-        return self.Record(nbytes)
 
 
 @breaks("a_header_page_is_there_when_it_was_written_and_read_as_a_copy")
@@ -669,18 +664,12 @@ class KeepsTheHeaderBeside(Full):
         def write_header(self, page: memoryview) -> None:
             self.header = bytes(page)
 
-    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
-        return self.Record(nbytes)
-
 
 @breaks("chunks_go_through_staged_records_as_through_host_memory")
 class ForgetsTheHeaderPage(Full):
     class Record(HostRecord):
         def payload(self, nbytes: int) -> memoryview:
             return self.memory[:nbytes]
-
-    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
-        return self.Record(nbytes)
 
 
 @breaks("chunks_go_through_staged_records_as_through_host_memory")
@@ -690,9 +679,6 @@ class CopiesFromACopy(Full):
     class Record(HostRecord):
         def payload(self, nbytes: int) -> memoryview:
             return memoryview(bytearray(super().payload(nbytes)))
-
-    def staging(self, nbytes: int, pages: Pages) -> DeviceRecord:
-        return self.Record(nbytes)
 
 
 @breaks("staged_records_are_apart")

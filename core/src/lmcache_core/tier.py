@@ -160,7 +160,8 @@ class Tier:
         self._said_corrupt = float("-inf")
         self._clock = clock
         self._relist_at = 0.0
-        batch_nbytes = backend.traits.batch_nbytes or _BATCH_NBYTES
+        wanted = backend.traits.batch_nbytes
+        batch_nbytes = _BATCH_NBYTES if wanted is None else wanted
         if sealer.codec_name != "identity":
             batch_nbytes = min(batch_nbytes, _STAGED_NBYTES)
         self._load_nbytes, self._store_nbytes = batch_nbytes, min(batch_nbytes, max_queued_nbytes // 4)
@@ -223,7 +224,7 @@ class Tier:
 
     def load(self, items: Sequence[LoadItem]) -> None:
         """Read records in the background, in order; each item is answered once."""
-        batches = _batches(items, min(self._load_nbytes, self._share_nbytes(items)))
+        batches = _batches(items, self._part_nbytes(items))
         timed = _Timed(time.monotonic(), len(batches))
         for batch in batches:
             task = Task(
@@ -236,13 +237,13 @@ class Tier:
                 for item in batch:
                     item.done(item, None, "tier unavailable", False)
 
-    def _share_nbytes(self, items: Sequence[LoadItem]) -> int:
-        """Parts small enough that all threads read and end at about the same time."""
+    def _part_nbytes(self, items: Sequence[LoadItem]) -> int:
+        """What one call reads: little enough that all threads read and end at about the same time."""
         traits = self.backend.traits
         if traits.batch_nbytes is not None:
-            return traits.batch_nbytes
-        parts = traits.io_threads * _PARTS_PER_THREAD
-        return max(_LEAST_PART_NBYTES, sum(item.record.nbytes for item in items) // parts)
+            return self._load_nbytes
+        share = sum(item.record.nbytes for item in items) // (traits.io_threads * _PARTS_PER_THREAD)
+        return min(self._load_nbytes, max(_LEAST_PART_NBYTES, share))
 
     def store(self, items: Sequence[StoreItem]) -> None:
         """Write records in the background; what the queue cannot take is dropped, counted and answered at once."""

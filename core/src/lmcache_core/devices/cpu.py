@@ -279,19 +279,14 @@ def _planes(pages: Pages, layout: Layout, layers: range | None) -> list[_Plane]:
 
 def _alike(arrays: Sequence[Any], nbytes: int) -> tuple[int, int]:
     """How many of the first arrays are of one kind and at equal distances, and the distance in blocks of `nbytes`."""
-    first = arrays[0]
-    if len(arrays) == 1:
+    address, kind = _address(arrays[0]), _kind(arrays[0])
+    distance, rest = divmod(_address(arrays[1]) - address, nbytes) if len(arrays) > 1 else (0, 0)
+    if rest or distance < max(len(arrays[0]), 1):
         return 1, 0
-    address, kind = _address(first), _kind(first)
-    distance, rest = divmod(_address(arrays[1]) - address, nbytes)
-    if rest or distance < max(len(first), 1):
-        return 1, 0
-    count = 1
-    while count < len(arrays) and _address(arrays[count]) == address + count * distance * nbytes:
-        if _kind(arrays[count]) != kind:
-            break
-        count += 1
-    return (count, distance) if count > 1 else (1, 0)
+    for count, array in enumerate(arrays):
+        if _address(array) != address + count * distance * nbytes or _kind(array) != kind:
+            return count, distance
+    return len(arrays), distance
 
 
 def _kind(page: Any) -> tuple[Any, ...]:

@@ -141,8 +141,8 @@ class Engine:
                 for layer in range(region.layers):
                     wanted = layers is None or layer in layers
                     for block in ids[start : start + per_chunk]:
-                        poison = bytes((memory.POISON,)) * region.block_nbytes
-                        parts.append(self.block(number, layer, block).tobytes() if wanted else poison)
+                        left = memory.poison(region.block_nbytes)
+                        parts.append(self.block(number, layer, block).tobytes() if wanted else left)
             found.append(b"".join(parts))
         return found
 

@@ -13,7 +13,7 @@ from ..keys import ChunkKey
 from ..layout import PAGE_NBYTES
 from . import memory
 from .bench import BackendSubject, verdict
-from .laws import expect, in_threads, law, skip
+from .laws import expect, in_threads, law, outcome_of, skip
 
 _SIZES: Final = (1, 2, 3, 16, 257)
 """Of records, in pages: whole ones, as they lie in a device's memory."""
@@ -56,11 +56,7 @@ class DeviceIOLaws(BackendSubject):
         io, key, nbytes = self._io(), self.bench.key(), self._io_nbytes(3)
         self.bench.put(key, nbytes)
         into = self._io_poisoned(nbytes - PAGE_NBYTES)
-        returned: object
-        try:
-            returned = io.get(key, into)
-        except ChunkCorrupt as error:
-            returned = error
+        returned = outcome_of(lambda: io.get(key, into))
         expect(isinstance(returned, ChunkCorrupt), f"device I/O to memory too short: {returned!r}, not ChunkCorrupt")
         expect(memory.is_poison(_on_host(into)), "device I/O wrote to memory that is too short")
 
@@ -127,11 +123,7 @@ class DeviceIOLaws(BackendSubject):
         self._expect_io_error("put after close", lambda: self._io_put(io, key, nbytes))
 
     def _expect_io_error(self, what: str, call: Callable[[], object], *, miss: bool = False) -> None:
-        seen: object
-        try:
-            seen = call()
-        except Exception as error:
-            seen = error
+        seen = outcome_of(call)
         if not (miss and seen is None):
             expect(isinstance(seen, BackendError), f"device I/O, {what}: {seen!r}, not a BackendError")
 
@@ -152,7 +144,7 @@ class DeviceIOLaws(BackendSubject):
 
     def _io_poisoned(self, nbytes: int) -> DeviceRecord:
         record = self.new_device_record(nbytes)
-        memory.replace(record.memory, bytes((memory.POISON,)) * nbytes)
+        memory.replace(record.memory, memory.poison(nbytes))
         return record
 
     def _io_put(self, io: DeviceIO, key: ChunkKey, nbytes: int) -> None:

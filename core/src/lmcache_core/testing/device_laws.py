@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 from ..device import Device, Probe, SupportsPaths
@@ -29,7 +30,7 @@ from .device_bench import (
     random_chunks,
     resources,
 )
-from .laws import LawBroken, LawResult, expect, expect_api_version, in_threads, law, skip
+from .laws import LawBroken, LawResult, expect, expect_api_version, in_threads, law, outcome_of, skip
 from .staging_laws import StagingLaws
 
 _ROUNDS: Final = 40
@@ -179,12 +180,7 @@ class DeviceLaws(StagingLaws):
             "scatter": lambda: self.device.scatter(src.views, engine.layout, engine.pages, ids),
         }
         for name, call in calls.items():
-            seen: object
-            try:
-                call()
-                seen = "was accepted"
-            except Exception as error:
-                seen = error
+            seen = outcome_of(call)
             expect(isinstance(seen, DeviceError), f"{name}, {what}: {seen!r}, not a DeviceError")
         out.check(poison, f"gather refused {what}, and yet")
         engine.check(f"scatter refused {what}")
@@ -387,12 +383,7 @@ class DeviceLaws(StagingLaws):
             skip("the device has one way to copy")
         first = device.path_names[0]
         for gather, scatter in (("no such path", first), (first, "no such path")):
-            seen: object
-            try:
-                device.use(gather=gather, scatter=scatter)
-                seen = "was accepted"
-            except Exception as error:
-                seen = error
+            seen = outcome_of(partial(device.use, gather=gather, scatter=scatter))
             expect(isinstance(seen, DeviceError), f"a path that there is not: {seen!r}, not a DeviceError")
 
     @law(since=(1, 0))

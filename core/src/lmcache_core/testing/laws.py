@@ -75,6 +75,14 @@ def expect_api_version(kind: type) -> None:
     )
 
 
+def outcome_of(call: Callable[[], object]) -> object:
+    """What a call returned, or the exception that it raised."""
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
 def skip(reason: str) -> NoReturn:
     raise LawSkipped(reason)
 

@@ -14,6 +14,10 @@ POISON: Final = 0xA5
 _PAGE: Final = mmap.PAGESIZE
 
 
+def poison(nbytes: int) -> bytes:
+    return bytes((POISON,)) * nbytes
+
+
 def round_up(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
@@ -33,7 +37,7 @@ def buffer_in(memory: mmap.mmap, nbytes: int, alignment: int = 1) -> memoryview:
     if alignment >= _PAGE:
         start = -address_of(memory) % alignment
     view = memoryview(memory)[start : start + nbytes]
-    view[:] = bytes((POISON,)) * nbytes
+    view[:] = poison(nbytes)
     return view
 
 
@@ -62,7 +66,7 @@ def filled_with(data: bytes) -> memoryview:
 
 
 def is_poison(view: memoryview) -> bool:
-    return bytes(view) == bytes((POISON,)) * len(view)
+    return bytes(view) == poison(len(view))
 
 
 def contents(device_memory: Any) -> bytes:

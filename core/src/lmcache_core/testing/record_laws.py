@@ -11,7 +11,7 @@ from ..errors import BackendError, BackendUnavailable, ChunkCorrupt
 from ..keys import KEY_NBYTES, ChunkKey
 from . import memory
 from .bench import BackendSubject, verdict
-from .laws import expect, expect_api_version, is_secret_name, law, skip
+from .laws import expect, expect_api_version, is_secret_name, law, outcome_of, skip
 
 _SLACK_S: Final = 1.0
 
@@ -133,11 +133,7 @@ class RecordLaws(BackendSubject):
             skip(f"no record is longer than the alignment of {self.bench.alignment}")
         self.bench.put(key, nbytes)
         into = self.bench.buffer(nbytes - self.bench.alignment)
-        returned: object
-        try:
-            returned = self.bench.backend.get(key, into)
-        except ChunkCorrupt as error:
-            returned = error
+        returned = outcome_of(lambda: self.bench.backend.get(key, into))
         expect(isinstance(returned, ChunkCorrupt), f"get into too short a buffer: {returned!r}, not ChunkCorrupt")
         expect(memory.is_poison(into), "get wrote into a buffer that is too short")
         self.bench.expect_present(key, nbytes, "after a get into too short a buffer")

@@ -11,7 +11,7 @@ from ..errors import DeviceError
 from ..layout import PAGE_NBYTES
 from . import memory
 from .device_bench import KV, SHAPES, DeviceSubject, Engine, complete, random_chunks
-from .laws import expect, law, skip
+from .laws import expect, law, outcome_of, skip
 
 _ROUNDS: Final = 40
 _RECORD_NBYTES: Final = 1 << 20
@@ -56,7 +56,7 @@ class StagingLaws(DeviceSubject):
             nbytes = shape.layout.nbytes
             ids = engine.some_ids(2)
             records = [self._staging(_record_nbytes(nbytes), engine.pages) for _ in range(2)]
-            poison = bytes((memory.POISON,)) * records[0].nbytes
+            poison = memory.poison(records[0].nbytes)
             for record in records:
                 memory.replace(record.memory, poison)
             payloads = [record.payload(nbytes) for record in records]
@@ -84,11 +84,7 @@ class StagingLaws(DeviceSubject):
     def test_more_staging_memory_than_there_is_is_a_device_error(self) -> None:
         pages = Engine(self, KV).pages
         self._staging(PAGE_NBYTES, pages)
-        seen: object
-        try:
-            seen = self._staging(_TOO_MUCH_NBYTES, pages)
-        except Exception as error:
-            seen = error
+        seen = outcome_of(lambda: self._staging(_TOO_MUCH_NBYTES, pages))
         expect(isinstance(seen, DeviceError), f"staging of {_TOO_MUCH_NBYTES} bytes: {seen!r}, not a DeviceError")
         self._staging(PAGE_NBYTES, pages)
 
