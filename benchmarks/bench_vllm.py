@@ -191,36 +191,37 @@ def _disk_rows(
         for length, number in wanted:
             engine.one(_prompt(length, 1000 + number))  # the last set is in memory, the others are not
 
-        # One read after another, each with its limit beside it: what a disk gives changes within seconds.
-        samples: dict[str, Samples] = {"ours": defaultdict(list), "limit": defaultdict(list)}
         load, no_fio = load_average(), find_fio()
-        for number in range(options.rounds + 1):
-            found: dict[str, Samples] = {"ours": defaultdict(list), "limit": defaultdict(list)}
-            for _ in range(READS):
-                which = 1000 + next(passes) % SETS
+
+        def both() -> Timings:
+            """Each read with its limit beside it: what a disk gives changes within seconds."""
+            found: Samples = defaultdict(list)
+            for number in (next(passes) % SETS for _ in range(READS)):
                 for length in lengths:
-                    for what, value in _from_disk(engine, length, which).items():
-                        found["ours"][f"{what} {length}"].append(value)
+                    figures = _from_disk(engine, length, 1000 + number)
                     if no_fio is None:
-                        found["limit"][f"load {length}"].append(_fio_s(store, length))
-            for side, figures in found.items() if number else ():
-                for what, values in figures.items():
-                    samples[side][what].append(statistics.median(values))
-    measured = Paired(samples, load, f"no limit: {no_fio.reason}" if no_fio else "")
+                        figures["fio"] = _fio_s(store, length)
+                    for what, value in figures.items():
+                        found[f"{what} {length}"].append(value)
+            return {what: statistics.median(values) for what, values in found.items()}
+
+        samples = interleave({"both": both}, options.rounds)["both"]
+    missing = f"no limit: {no_fio.reason}" if no_fio else ""
+    measured = Paired({"ours": samples, "limit": samples}, load, missing)
     for length in lengths:
         row = f"from disk, {length:,} tokens"
         note = "first token, engine and daemon restarted"
-        yield measured.row("vllm", row, "ms", f"disk {length}", _ms, note=note)
+        yield measured.row("vllm", row, "ms", f"disk {length}", _ms, limit="none", note=note)
         row = f"from disk, {length:,} tokens, beyond a hit from memory"
         note = f"medians of {READS} reads a round; limit: fio reading as many bytes"
-        yield measured.row("vllm", row, "ms", f"extra {length}", _ms, limit=f"load {length}", note=note)
+        yield measured.row("vllm", row, "ms", f"extra {length}", _ms, limit=f"fio {length}", note=note)
         row = f"from disk, {length:,} tokens, of that the load"
         note = f"from the step that starts it to the step that hears of its end, {note}"
         must = Must(ratio_limit=0.8)
-        yield measured.row("vllm", row, "ms", f"load {length}", _ms, must=must, note=note)
+        yield measured.row("vllm", row, "ms", f"load {length}", _ms, limit=f"fio {length}", must=must, note=note)
 
 
-def _from_disk(engine: Engine, length: int, number: int) -> Timings:
+def _from_disk(engine: Engine, length: int, number: int) -> dict[str, float]:
     """A prompt asked for once from disk, then from memory: the first token, and by how much it and its load differ."""
     tokens = _prompt(length, number)
     for _ in range(HITS):
