@@ -40,7 +40,7 @@ class TierSlots:
         )
         self.tier.start()
         record_nbytes = frame.record_nbytes(nbytes)
-        self.slab = Slab(2 * records * record_nbytes, shared=False)
+        self.slab = Slab(2 * records * record_nbytes, 2 * records * record_nbytes, shared=False)
         self.slab.on_map = lambda extent: self.tier.register(extent.address, extent.nbytes)
         self.slab.on_unmap = lambda extent: self.tier.unregister(extent.address, extent.nbytes)
         self.sources = [self._slot(record_nbytes) for _ in range(records)]

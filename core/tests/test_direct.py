@@ -281,7 +281,10 @@ def test_device_memory_that_a_late_read_may_still_write_to_is_not_used_again(tmp
     with direct_cache(tmp_path) as cache:
         store(cache, chain(1))
         assert cache.drain(10)
-        cache._pool.tiers[0]._pool._deadline_s = 0.2
+        transfers = cache._pool.tiers[0]._pool
+        with transfers._lock:  # its watch sleeps for what was the deadline
+            transfers._deadline_s = 0.2
+            transfers._wake_watch.notify()
 
         def hang(verb: str, key: ChunkKey) -> None:
             go.wait(60)

@@ -163,6 +163,21 @@ def test_stores_that_block_every_other_thread_do_not_stop_loads(open_pool: Open,
     open_gates(stores)
 
 
+@pytest.mark.parametrize("threads", [2, 4])
+def test_after_any_burst_every_thread_can_be_woken_again(open_pool: Open, threads: int) -> None:
+    pool = open_pool(threads)
+    for count in range(3 * threads):
+        burst = [Probe() for _ in range(count)]
+        for index, probe in enumerate(burst):
+            assert (pool.submit_store if index % 3 == 1 else pool.submit_load)(probe.task)
+        assert pool.drain(WAIT_S)
+        loads = [Probe(blocks=True) for _ in range(threads)]
+        assert all(pool.submit_load(load.task) for load in loads)
+        assert all_started(loads), "a thread sleeps on"
+        open_gates(loads)
+        assert pool.drain(WAIT_S)
+
+
 def test_an_ended_task_keeps_nothing_alive_though_its_thread_idles_and_the_watch_remembers_it(open_pool: Open) -> None:
     class Buffer:
         pass

@@ -475,8 +475,9 @@ class Tier:
             self._metrics.observe("tier_write_batch_bytes", nbytes, tier=self.name)
             self._metrics.add("tier_written_bytes", nbytes, tier=self.name)
             self._history.took(self.name, "write", seconds, len(batch), nbytes, len(batch) - len(stored))
+            for result, count in Counter(reason.partition(":")[0] or "ok" for reason in results).items():
+                self._metrics.add("tier_writes", count, tier=self.name, result=result)
             for item, reason in zip(batch, results, strict=True):
-                self._metrics.add("tier_writes", tier=self.name, result=reason.partition(":")[0] or "ok")
                 if reason:
                     self._metrics.add("drops", tier=self.name, reason=reason.partition(":")[0])
                     self._history.lost([item.key], self.name, f"{NOT_STORED}{reason}")
@@ -520,6 +521,7 @@ class Tier:
                 wanted.append(index)
         if wanted:
             self._write_manifest(batch[wanted[0]])
+        depths = {index: depth_of(records[index]) for index in wanted}  # a large write leaves no header in any cache
         for attempt in range(2):
             if not wanted:
                 break
@@ -537,7 +539,7 @@ class Tier:
             for index, result in zip(wanted, results, strict=True):
                 item = batch[index]
                 if result is None:
-                    stored.append(Written(item.key, records[index].nbytes, depth_of(records[index]), item.alone))
+                    stored.append(Written(item.key, records[index].nbytes, depths[index], item.alone))
                     reasons[index] = ""
                 elif isinstance(result, BackendFull):
                     reasons[index] = f"full: {result}"

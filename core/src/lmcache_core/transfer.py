@@ -105,6 +105,8 @@ class TransferPool:
         self._wake_loader = threading.Condition(self._lock)
         self._wake_any = threading.Condition(self._lock)
         self._wake_watch = threading.Condition(self._lock)
+        self._idle_loaders = self._idle_others = 0
+        """Threads that wait and were not woken."""
         self._idle = threading.Condition(self._lock)
         self._loads: deque[Task] = deque()
         self._stores: deque[Task] = deque()
@@ -142,9 +144,12 @@ class TransferPool:
             self._unanswered += 1
             task.deadline = time.monotonic() + self._deadline_s
             self._loads.append(task)
-            self._watch_for(self._watched_loads, task)
-            self._wake_loader.notify()
-            self._wake_any.notify()
+            _watch_for(self._watched_loads, task)
+            if self._idle_loaders:
+                self._idle_loaders -= 1
+                self._wake_loader.notify()
+            else:
+                self._wake_other()
             return True
 
     def submit_store(self, task: Task) -> bool:
@@ -157,8 +162,13 @@ class TransferPool:
             task.queued_nbytes = task.nbytes
             self._store_nbytes += task.nbytes
             self._stores.append(task)
-            self._wake_any.notify()
+            self._wake_other()
             return True
+
+    def _wake_other(self) -> None:
+        if self._idle_others:
+            self._idle_others -= 1
+            self._wake_any.notify()
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until every task has its answer; False at the timeout."""
@@ -224,11 +234,15 @@ class TransferPool:
                 elif self._stores and not loads_only:
                     task = self._stores.popleft()
                     task.deadline = time.monotonic() + self._deadline_s
-                    self._watch_for(self._watched_stores, task)
+                    _watch_for(self._watched_stores, task)
                 if task is None:
                     if self._closing:
                         self._workers.discard(threading.current_thread())
                         return None
+                    if loads_only:
+                        self._idle_loaders += 1
+                    else:
+                        self._idle_others += 1
                     wake.wait()
                 elif task.move(_State.QUEUED, _State.RUNNING):  # else it was late before a thread was free
                     task.loads_only = loads_only
@@ -266,13 +280,6 @@ class TransferPool:
                 if self._closing:
                     self._wake_watch.notify()
 
-    def _watch_for(self, watched: deque[Task], task: Task) -> None:
-        while watched and watched[0].state is _State.ENDED:
-            watched.popleft()
-        watched.append(task)
-        if len(watched) == 1:
-            self._wake_watch.notify()
-
     def _watch(self) -> None:
         while True:
             with self._lock:
@@ -285,7 +292,8 @@ class TransferPool:
                         late.append(watched.popleft())
                 if not late:
                     heads = [w[0].deadline for w in (self._watched_loads, self._watched_stores) if w]
-                    self._wake_watch.wait(min(heads) - now if heads else None)
+                    # What begins meanwhile is not late before the end of a whole deadline from now.
+                    self._wake_watch.wait(min(heads) - now if heads else self._deadline_s)
                     continue
             for task in late:
                 self._give_up(task)
@@ -332,6 +340,12 @@ class TransferPool:
             except RuntimeError as error:
                 log.error("%s: a thread is stuck and has no replacement: %s", self._name, error)
         self._vacant.append(loads_only)  # for whichever stuck thread returns first
+
+
+def _watch_for(watched: deque[Task], task: Task) -> None:
+    while watched and watched[0].state is _State.ENDED:
+        watched.popleft()
+    watched.append(task)
 
 
 def _tell(callback: Callable[[], None]) -> None:

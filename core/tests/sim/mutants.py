@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from lmcache_core import frame
+from lmcache_core import frame, transfer
 from lmcache_core.breaker import Breaker, BreakerState
 from lmcache_core.cache import Job
 from lmcache_core.events import Events
@@ -135,19 +135,22 @@ def an_eviction_below_has_no_event(patch: Patch) -> None:
 
 
 def a_queued_load_has_no_deadline(patch: Patch) -> None:
-    def watch_for(self: Any, watched: Any, task: Task) -> None:
-        if watched is not self._watched_loads:
-            real(self, watched, task)
+    def watch_for(watched: Any, task: Task) -> None:
+        if task.queued_nbytes:  # a store
+            real(watched, task)
 
-    real = TransferPool._watch_for
-    patch.setattr(TransferPool, "_watch_for", watch_for)
+    real = transfer._watch_for
+    patch.setattr(transfer, "_watch_for", watch_for)
 
 
-def the_watch_is_not_woken_for_the_first_deadline(patch: Patch) -> None:
-    def watch_for(self: Any, watched: Any, task: Task) -> None:
-        watched.append(task)
+def an_idle_watch_sleeps_longer_than_a_deadline(patch: Patch) -> None:
+    def watch(self: Any) -> None:
+        wait = self._wake_watch.wait
+        self._wake_watch.wait = lambda timeout: wait(10 * timeout)
+        real(self)
 
-    patch.setattr(TransferPool, "_watch_for", watch_for)
+    real = TransferPool._watch
+    patch.setattr(TransferPool, "_watch", watch)
 
 
 def a_queue_of_stores_has_no_bound(patch: Patch) -> None:
@@ -313,12 +316,12 @@ MUTANTS: Final = (
     Mutant(a_write_that_returns_late_leaves_its_record_held, 18),
     Mutant(an_evictable_record_is_counted_twice, 0),
     Mutant(an_eviction_below_has_no_event, 0),
+    Mutant(an_idle_watch_sleeps_longer_than_a_deadline, 19),
     Mutant(close_forgets_what_is_queued, 30),
     Mutant(events_are_lost_when_many_come, 0),
     Mutant(no_room_is_kept_for_what_is_being_written, 212),
     Mutant(stuck_threads_are_replaced_without_end, 44),
     Mutant(the_blocks_of_a_store_are_given_back_before_they_are_copied, 0),
-    Mutant(the_watch_is_not_woken_for_the_first_deadline, 47),
     Mutant(what_is_leased_may_be_evicted, 8),
     Mutant(whoever_asked_is_not_told_that_a_probe_was_answered, 3),
     Mutant(whoever_waits_for_a_record_is_not_told_that_it_failed, 19),

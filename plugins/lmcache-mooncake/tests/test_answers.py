@@ -52,7 +52,7 @@ class Answers:
 
 @pytest.mark.parametrize(
     ("code", "result"),
-    [(-704, None), (-703, None), (-712, None), (-801, ChunkCorrupt), (-707, BackendUnavailable), (7, ChunkCorrupt)],
+    [(-704, None), (-703, None), (-712, None), (-801, ChunkCorrupt), (-707, BackendUnavailable), (2000, ChunkCorrupt)],
 )
 def test_an_answer_to_a_read_is_a_miss_a_corrupt_record_or_a_fault(store: Store, code: int, result: Any) -> None:
     with open_backend(store) as backend:

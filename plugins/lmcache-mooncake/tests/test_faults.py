@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,37 +163,6 @@ def test_a_record_larger_than_every_segment_is_full(tmp_path: Path) -> None:
         with pytest.raises(BackendFull):
             backend.put(new_key(), empty(32 << 20))
         round_trip(backend)
-
-
-def test_a_removal_succeeds_under_a_lease_and_a_read_that_it_overtakes_is_a_miss(own: Store) -> None:
-    """The master here gives leases of 5 s; a reader loops while records of other bytes take the place of its own."""
-    nbytes = 2 << 20
-    with open_backend(own) as backend, registered(backend, nbytes) as into:
-        key = new_key()
-        data = record(key, nbytes)
-        wrong: list[object] = []
-        done = threading.Event()
-
-        def read() -> None:
-            while not done.is_set():
-                found = backend.get(key, into)
-                if found is not None and into != data:
-                    wrong.append(found)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        try:
-            for _ in range(60):
-                backend.put(key, data)
-                assert backend.contains(key)
-                assert backend.remove(key)
-                other = new_key()
-                backend.put(other, record(other, nbytes))
-                backend.remove(other)
-        finally:
-            done.set()
-            reader.join(30)
-        assert not wrong
 
 
 def test_a_client_that_cannot_start_says_which_and_does_not_raise_anything_else(own: Store) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 from lmcache_core import BackendError, BackendFull, BackendUnavailable
 
 FULL: Final = -200
+TOO_SMALL: Final = -600
 NOT_READY: Final = -703
 NOT_FOUND: Final = -704
 EXISTS: Final = -705
@@ -40,7 +41,7 @@ _PASSING: Final = {
 _LASTING: Final = {
     -10: "a buffer is too small",
     -400: "the key is not valid",
-    -600: "a parameter is not valid",
+    TOO_SMALL: "a parameter is not valid",
     -700: "the write is not valid",
     -701: "the read is not valid",
 }

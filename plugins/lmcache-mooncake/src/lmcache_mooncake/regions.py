@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import ctypes
 import threading
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 
 def address_of(view: memoryview) -> int:
     """Where its first byte is; also of a view that is read-only."""
+    if not view.readonly and len(view):
+        return ctypes.addressof(ctypes.c_char.from_buffer(view))
     array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(view, np.uint8)
     return int(array.__array_interface__["data"][0])
 

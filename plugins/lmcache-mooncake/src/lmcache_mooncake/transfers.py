@@ -5,31 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 from lmcache_core import BackendError, BackendUnavailable, ChunkCorrupt, ChunkKey, GetResult, copy_bytes
 
-from . import answers
+from . import answers, mark
 from .bounce import Bounce
 from .regions import address_of
 from .session import Session
 
 _WINDOW_NBYTES: Final = 256 << 20
 _WINDOW_KEYS: Final = 512
-_CAREFUL_S: Final = 10.0
-"""After a miss, how long it is asked first what is there."""
-_TRIES: Final = 3
-"""Of a read that a removal overtook."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A record as the master has it.  At the same places before and after a read are the same bytes."""
-
-    nbytes: int
-    places: tuple[tuple[str, int], ...]
+_AGAIN_S: Final = 0.02
+"""Until a removal that was refused is tried again."""
 
 
 class Transfers:
@@ -39,7 +27,6 @@ class Transfers:
         self._session = session
         self._prefix = prefix
         self._master = str(session.master)
-        self._careful_until = 0.0
 
     def name(self, key: ChunkKey) -> str:
         return self._prefix + key.text
@@ -58,16 +45,46 @@ class Transfers:
         return len(keys)
 
     def remove(self, key: ChunkKey, deadline: float) -> bool:
-        """Whether it was there.  A lease does not stop it, and a read that it overtakes is told so, see `_read`."""
+        """Whether it was there.  A lease does not stop it, nor does it take a record's bytes from under a reader."""
         name = self.name(key)
         with self._session.use(deadline, "remove") as store:
             code = self._ask(lambda: store.remove(name), deadline, "remove")
-            if code in answers.HELD:
-                code = self._ask(lambda: store.remove(name, True), deadline, "remove")
+            held = code in answers.HELD
+            if held:
+                code = self._replace_and_remove(store, name, deadline)
         if code and code not in answers.MISSES:
             raise self._fault(code, "remove")
         self._session.trust()
-        return not code
+        return held or not code
+
+    def _replace_and_remove(self, store: Any, name: str, deadline: float) -> int:
+        """The answer to a removal of what has a lease.
+
+        By force it would go at once, and the next record come into its place while somebody reads it there.  Of what is
+        replaced by something of another length, the store keeps the bytes for a while; and what has just replaced it
+        has no lease.
+        """
+        nbytes = self._ask(lambda: store.get_size(name), deadline, "remove")
+        with ExitStack() as stack:
+            bounce = self._bounce(store, mark.MAX_NBYTES, stack)
+            for mark_nbytes in mark.sizes(nbytes):
+                if time.monotonic() + 2 * _AGAIN_S > deadline:
+                    break
+                mark.write(bounce.view[:mark_nbytes])
+                code = self._upsert(store, name, bounce.address, mark_nbytes)
+                if code in answers.NO_MASTER:
+                    return code
+                if code in answers.HELD:
+                    time.sleep(_AGAIN_S)
+                code = self._ask(lambda: store.remove(name), deadline, "remove")
+                if code not in answers.HELD:
+                    return code
+        raise BackendUnavailable("mooncake remove: in use until the deadline")
+
+    def _upsert(self, store: Any, name: str, address: int, nbytes: int) -> int:
+        if not hasattr(store, "upsert_from"):  # an older library: the lease ends some time
+            return answers.LEASED
+        return int(store.upsert_from(name, address, nbytes))
 
     def get(self, keys: Sequence[ChunkKey], into: Sequence[memoryview], deadline: float) -> list[GetResult]:
         results: list[GetResult] = [None] * len(keys)
@@ -103,71 +120,43 @@ class Transfers:
         self, keys: Sequence[ChunkKey], into: Sequence[memoryview], results: list[GetResult]
     ) -> Callable[[Any, range, float], None]:
         def move(store: Any, window: range, deadline: float) -> None:
-            left = list(window)
-            stored = self._describe(store, [keys[index] for index in left], deadline)
-            for _ in range(_TRIES):
-                left = self._read(store, left, keys, into, results, stored, deadline)
-                if not left:
-                    return
+            names = [self.name(keys[index]) for index in window]
+            self._ask_first(store, names[0], deadline, "get")
+            views = [into[index] for index in window]
+            with ExitStack() as stack:
+                addresses, bounce = self._placed(store, views, stack)
+                rooms = [max(len(view), mark.MAX_NBYTES) for view in views]
+                codes = store.batch_get_into(names, addresses, rooms)
+                for index, code, address, view in zip(window, codes, addresses, views, strict=True):
+                    piece = None if bounce is None else bounce.at(address, max(code, 0))
+                    results[index] = self._outcome(store, keys[index], code, view, piece, deadline)
+            if answers.NO_MASTER.isdisjoint(codes):
+                self._session.trust()
 
         return move
 
-    def _read(
-        self,
-        store: Any,
-        wanted: list[int],
-        keys: Sequence[ChunkKey],
-        into: Sequence[memoryview],
-        results: list[GetResult],
-        stored: dict[ChunkKey, Stored],
-        deadline: float,
-    ) -> list[int]:
-        """Read what is there; returns what was stored anew meanwhile, with `stored` brought up to date.
-
-        A forced removal frees memory under whoever reads it, and the next record goes there.  So a record counts only
-        if it is still where it was when the read began; until then, unregistered memory is left as it was.
-        """
-        reading: list[int] = []
-        for index in wanted:
-            entry = stored.get(keys[index])
-            if entry is None:
-                results[index] = None
-            elif entry.nbytes > len(into[index]):
-                results[index] = ChunkCorrupt(
-                    f"{keys[index]!r} has {entry.nbytes} bytes in mooncake, at most {len(into[index])} were expected"
-                )
-            else:
-                reading.append(index)
-        if not reading:
-            return []
-        sizes = [stored[keys[index]].nbytes for index in reading]
-        targets = [into[index][:nbytes] for index, nbytes in zip(reading, sizes, strict=True)]
-        with ExitStack() as stack:
-            addresses, bounce = self._placed(store, targets, stack)
-            codes = store.batch_get_into([self.name(keys[index]) for index in reading], addresses, sizes)
-            now = self._look(store, [keys[index] for index in reading], deadline)
-            again: list[int] = []
-            for index, code, nbytes, address, target in zip(reading, codes, sizes, addresses, targets, strict=True):
-                before, after = stored[keys[index]], now.get(keys[index])
-                if before != after:
-                    results[index] = None
-                    if after is not None:
-                        stored[keys[index]] = after
-                        again.append(index)
-                elif code == nbytes:
-                    piece = None if bounce is None else bounce.at(address, nbytes)
-                    if piece is not None:
-                        copy_bytes(piece, target)
-                    results[index] = nbytes
-                else:
-                    results[index] = self._unread(keys[index], code, nbytes)
-        return again
-
-    def _unread(self, key: ChunkKey, code: int, nbytes: int) -> GetResult:
+    def _outcome(
+        self, store: Any, key: ChunkKey, code: int, view: memoryview, piece: memoryview | None, deadline: float
+    ) -> GetResult:
+        """What the answer `code` to a read is for us, with the bytes of `piece`, where there is one, in `view`."""
+        if code >= 0:
+            read = view[:code] if piece is None else piece
+            if mark.is_one(read):
+                return ChunkCorrupt(f"{key!r}: its removal was not finished") if mark.is_unfinished(read) else None
+            if code > len(view):
+                return _too_long(key, code, view)
+            if piece is not None:
+                copy_bytes(piece, view[:code])
+            return code
         if code in answers.MISSES:
             return None
-        if code >= 0:
-            return ChunkCorrupt(f"{key!r}: {code} bytes came of {nbytes}")
+        if code == answers.TOO_SMALL:
+            name = self.name(key)
+            nbytes = self._ask(lambda: store.get_size(name), deadline, "get")
+            if nbytes in answers.MISSES:
+                return None
+            if nbytes > len(view):
+                return _too_long(key, nbytes, view)
         if code == answers.CHECKSUM:
             return ChunkCorrupt(f"{key!r}: its bytes are not those that were stored, says mooncake ({code})")
         return self._fault(code, "get")
@@ -177,10 +166,7 @@ class Transfers:
     ) -> Callable[[Any, range, float], None]:
         def move(store: Any, window: range, deadline: float) -> None:
             names = [self.name(keys[index]) for index in window]
-            if self._session.is_short(deadline):  # a question that can be left, before a call that cannot
-                (code,) = self._exist(store, names[:1], deadline, "put")
-                if code < 0:
-                    raise self._fault(code, "put")
+            self._ask_first(store, names[0], deadline, "put")
             views = [data[index] for index in window]
             with ExitStack() as stack:
                 addresses, bounce = self._placed(store, views, stack)
@@ -198,54 +184,35 @@ class Transfers:
         return move
 
     def _placed(self, store: Any, views: Sequence[memoryview], stack: ExitStack) -> tuple[list[int], Bounce | None]:
-        """Where the store is to read or write: the views themselves, or their places in a buffer of ours."""
+        """Where the store is to read or write: the views themselves, or their places in a buffer of ours.
+
+        There every place has room for a mark, and those of views that have not are there.
+        """
         addresses = [address_of(view) if len(view) else 0 for view in views]
         has = self._session.regions.has
-        outside = [i for i, view in enumerate(views) if not has(addresses[i], len(view))]
+        outside = [i for i, view in enumerate(views) if len(view) < mark.MAX_NBYTES or not has(addresses[i], len(view))]
         if not outside:
             return addresses, None
-        bounce = stack.enter_context(self._session.bounces.one(sum(_aligned(len(views[i])) for i in outside)))
-        if not has(bounce.address, bounce.nbytes):
-            self._session.register_now(store, bounce.address, bounce.nbytes)
+        bounce = self._bounce(store, sum(_aligned(len(views[i])) for i in outside), stack)
         place = bounce.address
         for i in outside:
             addresses[i] = place
             place += _aligned(len(views[i]))
         return addresses, bounce
 
-    def _describe(self, store: Any, keys: Sequence[ChunkKey], deadline: float) -> dict[ChunkKey, Stored]:
-        """Those of `keys` that are there."""
-        # Asked for the places of what is not there, the library logs an error for each: once in a while is enough.
-        if time.monotonic() >= self._careful_until:
-            found = self._look(store, keys, deadline)
-            if len(found) < len(keys):
-                self._careful_until = time.monotonic() + _CAREFUL_S
-            return found
-        codes = self._exist(store, [self.name(key) for key in keys], deadline, "get")
-        for code in codes:
-            if code < 0:
-                raise self._fault(code, "get")
-        self._session.trust()
-        return self._look(store, [key for key, code in zip(keys, codes, strict=True) if code], deadline)
+    def _bounce(self, store: Any, nbytes: int, stack: ExitStack) -> Bounce:
+        """A buffer of ours that the store knows."""
+        bounce = stack.enter_context(self._session.bounces.one(nbytes))
+        if not self._session.regions.has(bounce.address, bounce.nbytes):
+            self._session.register_now(store, bounce.address, bounce.nbytes)
+        return bounce
 
-    def _look(self, store: Any, keys: Sequence[ChunkKey], deadline: float) -> dict[ChunkKey, Stored]:
-        """The same, of keys that should be there."""
-        if not keys:
-            return {}
-        names = {self.name(key): key for key in keys}
-        listed = self._ask(lambda: store.batch_get_replica_desc(list(names)), deadline, "get")
-        if not listed:  # all are gone at once, or the master is: then the next question would take seconds
-            self._session.knock(deadline, "get")
-            codes = self._exist(store, list(names), deadline, "get")
-            if min(codes) < 0:
-                raise self._fault(min(codes), "get")
-        self._session.trust()
-        found = {names[name]: _stored(replicas) for name, replicas in listed.items() if replicas}
-        for key, entry in found.items():
-            if not entry.nbytes:  # on a node's own disk: only the master knows how long it is
-                nbytes = self._ask(partial(store.get_size, self.name(key)), deadline, "get")
-                found[key] = Stored(max(nbytes, 0), entry.places)
-        return found
+    def _ask_first(self, store: Any, name: str, deadline: float, verb: str) -> None:
+        """A question that can be left, before a call that cannot, where that might wait beyond the deadline."""
+        if self._session.is_short(deadline):
+            (code,) = self._exist(store, [name], deadline, verb)
+            if code < 0:
+                raise self._fault(code, verb)
 
     def _exist(self, store: Any, names: list[str], deadline: float, verb: str) -> list[int]:
         """For each 1 or 0, or a negative code."""
@@ -261,25 +228,12 @@ class Transfers:
         return answers.fault(code, verb, self._master)
 
 
-def _stored(replicas: Sequence[Any]) -> Stored:
-    nbytes = 0
-    places: list[tuple[str, int]] = []
-    for replica in replicas:
-        if replica.is_memory_replica():
-            piece = replica.get_memory_descriptor().buffer_descriptor
-            nbytes = piece.size
-            places.append((piece.transport_endpoint, piece.buffer_address))
-        elif replica.is_disk_replica():
-            disk = replica.get_disk_descriptor()
-            nbytes = nbytes or disk.object_size
-            places.append((disk.file_path, 0))
-        else:
-            places.append(("", 0))
-    return Stored(nbytes, tuple(sorted(places)))
+def _too_long(key: ChunkKey, nbytes: int, view: memoryview) -> ChunkCorrupt:
+    return ChunkCorrupt(f"{key!r} has {nbytes} bytes in mooncake, at most {len(view)} were expected")
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 4096) * 4096
+    return -(-max(nbytes, 1) // 4096) * 4096
 
 
 def _windows(sizes: Sequence[int]) -> Iterator[range]:
