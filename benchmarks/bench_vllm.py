@@ -35,10 +35,9 @@ QUICK_PROMPTS: Final = {512: (500, 512)}
 HITS: Final = 3
 STORED_TIMEOUT_S: Final = 60.0
 KV_NBYTES: Final = 768 * MiB
-SETS: Final = 2
-"""Of prompts that are asked for from disk; each set pushes the other out of the daemon's memory."""
-SET_HOST_NBYTES: Final = 256 * MiB
-"""Less than a set has, and more than any of its prompts."""
+DISK_HOST_NBYTES: Final = 256 * MiB
+QUICK_DISK_HOST_NBYTES: Final = 64 * MiB
+"""The daemon's memory where prompts are asked for from disk: several times what the longest of them has."""
 READS: Final = 4
 """Passes over a set in a round: two first tokens, of which the difference is wanted, scatter by as much as it is."""
 SHORT: Final = 40
@@ -169,13 +168,14 @@ def _disk_rows(
     """Computed by one engine with one daemon, asked for with others: hits that read the disk, then hits that do not."""
     folder, store = options.directory / "disk", options.directory / "store"
     lengths = [length for both in prompts.values() for length in both]
-    wanted = [(length, number) for number in range(SETS) for length in lengths]
-    set_nbytes = vllms.SMOLLM2_TOKEN_NBYTES * sum(lengths)
+    host = QUICK_DISK_HOST_NBYTES if options.quick else DISK_HOST_NBYTES
+    # Asked for one set of prompts after another, each set finds all of it pushed out of memory by the others.
+    sets = 1 + -(-host // (vllms.SMOLLM2_TOKEN_NBYTES * sum(map(_whole, lengths))))
+    wanted = [(length, number) for number in range(sets) for length in lengths]
 
     @contextmanager
     def running(name: str) -> Iterator[tuple[Engine, Served]]:
         chunks = vllms.BLOCK_TOKENS
-        host = min(SET_HOST_NBYTES, set_nbytes * 5 // 6)
         with serve(folder, host, disk=(store, 16 * GiB), chunk_tokens=chunks, policy="lru") as served:
             transfer = vllms.ours(served.socket, options.directory)
             with _engine(options, vllm, model, name, kv_transfer_config=transfer) as engine:
@@ -196,7 +196,7 @@ def _disk_rows(
         def both() -> Timings:
             """Each read with its limit beside it: what a disk gives changes within seconds."""
             found: Samples = defaultdict(list)
-            for number in (next(passes) % SETS for _ in range(READS)):
+            for number in (next(passes) % sets for _ in range(READS)):
                 for length in lengths:
                     figures = _from_disk(engine, length, 1000 + number)
                     if no_fio is None:
