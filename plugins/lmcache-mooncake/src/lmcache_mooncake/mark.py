@@ -28,7 +28,7 @@ def write(view: memoryview) -> None:
 
 def is_one(view: memoryview) -> bool:
     """Whether these are a whole mark, not a record."""
-    return len(view) in _SIZES and view[: len(_MAGIC)] == _MAGIC and not any(view[_HEAD.size :])
+    return len(view) in _SIZES and bytes(view[: len(_MAGIC)]) == _MAGIC and not any(view[_HEAD.size :])
 
 
 def is_unfinished(view: memoryview) -> bool:

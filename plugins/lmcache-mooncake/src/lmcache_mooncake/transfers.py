@@ -71,7 +71,9 @@ class Transfers:
                 if time.monotonic() + 2 * _AGAIN_S > deadline:
                     break
                 mark.write(bounce.view[:mark_nbytes])
-                code = self._upsert(store, name, bounce.address, mark_nbytes)
+                code: int = answers.LEASED
+                if hasattr(store, "upsert_from"):  # an older library waits for the lease to end
+                    code = store.upsert_from(name, bounce.address, mark_nbytes)
                 if code in answers.NO_MASTER:
                     return code
                 if code in answers.HELD:
@@ -80,11 +82,6 @@ class Transfers:
                 if code not in answers.HELD:
                     return code
         raise BackendUnavailable("mooncake remove: in use until the deadline")
-
-    def _upsert(self, store: Any, name: str, address: int, nbytes: int) -> int:
-        if not hasattr(store, "upsert_from"):  # an older library: the lease ends some time
-            return answers.LEASED
-        return int(store.upsert_from(name, address, nbytes))
 
     def get(self, keys: Sequence[ChunkKey], into: Sequence[memoryview], deadline: float) -> list[GetResult]:
         results: list[GetResult] = [None] * len(keys)
