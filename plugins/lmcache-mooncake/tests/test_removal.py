@@ -93,6 +93,16 @@ def test_a_record_that_nobody_reads_makes_room_at_once(tmp_path: Path) -> None:
             assert backend.remove(key)
 
 
+def test_a_read_that_outlasts_its_lease_is_a_fault(tmp_path: Path) -> None:
+    """What keeps a record's bytes from the store's own eviction has ended: they may be those of another by then."""
+    nbytes = 32 << 20
+    with running(tmp_path, lease_ms=1) as store, open_backend(store) as backend, registered(backend, nbytes) as into:
+        key = new_key()
+        backend.put(key, record(key, nbytes))
+        with pytest.raises(BackendUnavailable, match="lease ended"):
+            backend.get(key, into)
+
+
 def test_a_mark_that_a_removal_left_half_way_is_no_record_and_goes(own: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_backend(own) as backend:
         key = new_key()
