@@ -496,6 +496,38 @@ def test_a_child_however_started_shares_what_its_parent_stored(method, tmp_path,
     gc.collect()
 
 
+def test_a_store_that_a_dying_daemon_leaves_unanswered_keeps_none_of_its_memory(tmp_path):
+    """Also without the garbage collector, which may not look at old objects for hours."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("/memfd:lmcache-extent")
+
+    device, engine, new = Gate(), Engine(), chain(4, seed=1)
+    shard = new.model.shards[0]
+    ids = engine.compute(new, shard, range(4))
+    gc.collect()
+    before = mapped()
+    with DaemonProcess(tmp_path / "s") as daemon, connect(tmp_path / "s", device, call_timeout_s=5.0) as cache:
+        store(cache, chain(1))
+        device.verbs = ("gather",)
+        job = cache.store(new, shard, range(4), engine.pages, ids)
+        assert device.entered.wait(5)
+        receiving = cache._pool._link._receiving
+        daemon.signal(signal.SIGSTOP)
+        device.go.set()
+        assert until(receiving.locked), "the store waits for its answer"
+        assert mapped() > before
+        gc.disable()
+        try:
+            daemon.kill()
+            assert job.wait(10).ok_chunks == 0
+            assert until(lambda: not cache.connected)
+            assert until(lambda: mapped() == before, 5)
+        finally:
+            gc.enable()
+            daemon.start()
+
+
 def test_memory_of_a_dead_daemon_stays_readable_while_a_client_maps_it(tmp_path):  # S27
     with DaemonProcess(tmp_path / "s") as daemon, connect(tmp_path / "s", call_timeout_s=5.0) as cache:
         store(cache, chain(1))

@@ -478,33 +478,38 @@ class PooledCache(Cache):
     # The mover thread.
 
     def _move(self) -> None:
-        stopping = False
-        while not stopping:
-            arrived: dict[_Transfer, list[_Ready]] = {}
-            item = self._next_item()
-            while True:
-                if item is None:
-                    stopping = True
-                elif callable(item):
-                    item()
-                elif item[1] >= 0:
-                    arrived.setdefault(item[0], []).append(item)
-                try:
-                    item = self._ready.get_nowait()
-                except queue.Empty:
-                    break
-            if self._late.look():
-                for extent in [extent for extent in self._registered if extent.dropped]:
-                    self._unregister(extent)
-            for transfer, ready in arrived.items():
-                self._arrived(transfer, ready)
-            if self._stores and not stopping:
-                self._gather_some(self._stores[0])
+        while self._take_turn():
+            pass
         while self._stores:
             transfer = self._stores.popleft()
             if transfer.reservation is not None:
                 left = [entry for p, entry in transfer.reservation.new if p not in transfer.failed]
                 self._pool.abort(left, "the cache was closed")
+
+    def _take_turn(self) -> bool:
+        """Wait for something to do, and do it; False at the end.  Between turns nothing keeps an extent mapped."""
+        goes_on = True
+        arrived: dict[_Transfer, list[_Ready]] = {}
+        item = self._next_item()
+        while True:
+            if item is None:
+                goes_on = False
+            elif callable(item):
+                item()
+            elif item[1] >= 0:
+                arrived.setdefault(item[0], []).append(item)
+            try:
+                item = self._ready.get_nowait()
+            except queue.Empty:
+                break
+        if self._late.look():
+            for extent in [extent for extent in self._registered if extent.dropped]:
+                self._unregister(extent)
+        for transfer, ready in arrived.items():
+            self._arrived(transfer, ready)
+        if self._stores and goes_on:
+            self._gather_some(self._stores[0])
+        return goes_on
 
     def _next_item(self) -> _Ready | Callable[[], None] | None:
         try:

@@ -242,6 +242,8 @@ class Link:
                     if self._unclaimed:
                         os.eventfd_write(self._wake_fd, 1)
         except (OSError, wire.WireError) as error:
+            # The frames that it came through hold what the caller commits, and so the memory of a daemon that is gone.
+            error.__traceback__ = error.__cause__ = error.__context__ = None
             self._trouble = error
         except BaseException:  # what was received is lost, and with it the place in the stream
             self._trouble = wire.WireError("interrupted while receiving")
