@@ -28,7 +28,7 @@ _PASSING: Final = {
     -1: "an internal error",
     -101: "there is no such segment any more",
     -500: "the write failed",
-    -601: "the master does not know this client yet",
+    -601: "the master does not know this client yet, or another has taken the write over",
     -702: "a replica is not valid",
     -707: "the lease ended before the read did: a longer --default_kv_lease_ttl of the master helps",
     -710: "there is no such replica any more",

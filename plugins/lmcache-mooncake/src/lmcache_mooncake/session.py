@@ -18,6 +18,7 @@ from .bounce import Bounces
 from .helpers import Helpers
 from .options import MooncakeOptions
 from .regions import Regions
+from .turns import Turns
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class Session:
         self.options = options
         self.master = Address.parse(options.master)
         self.regions = Regions()
+        self.turns = Turns()
         self.bounces = Bounces(self.unregister)
         self.config: Any = None
         self._module = library.load()

@@ -64,8 +64,9 @@ class Transfers:
         replaced by something of another length, the store keeps the bytes for a while; and what has just replaced it
         has no lease.
         """
-        nbytes = self._ask(lambda: store.get_size(name), deadline, "remove")
         with ExitStack() as stack:
+            stack.enter_context(self._session.turns.replacing(name, deadline))
+            nbytes = self._ask(lambda: store.get_size(name), deadline, "remove")
             bounce = self._bounce(store, mark.MAX_NBYTES, stack)
             for mark_nbytes in mark.sizes(nbytes):
                 if time.monotonic() + 2 * _AGAIN_S > deadline:
@@ -172,6 +173,7 @@ class Transfers:
                     if piece is not None:
                         copy_bytes(view, piece)
                 sizes = [len(view) for view in views]
+                stack.enter_context(self._session.turns.putting(names, deadline))
                 codes = store.batch_put_from(names, addresses, sizes, self._session.config)
             for index, code in zip(window, codes, strict=True):
                 results[index] = self._fault(code, "put") if code and code != answers.EXISTS else None
