@@ -131,7 +131,7 @@ class _Ours(TierSlots):
         tier = f'{{{tier}, options: {{master: "{master}"{where}}}}}'
         super().__init__(tier, nbytes, records, max_queued_nbytes=4 * records * frame.record_nbytes(nbytes))
         backend: Any = self.tier.backend
-        self.session = backend._session
+        self.session, self._transfers = backend._session, backend._transfers
         self._asked = [self.new_key() for _ in range(KEYS)]
         stored = self.tier.backend.put_many(self._asked, [memoryview(b"there")] * KEYS, timeout_s=TIMEOUT_S)
         assert stored == [None] * KEYS, stored
@@ -159,10 +159,9 @@ class _Ours(TierSlots):
 
     def remove(self, keys: list[ChunkKey]) -> None:
         """By force first, as the limit's are: what the backend removes after a read takes up room for a while."""
-        backend: Any = self.tier.backend
         with self.session.use(time.monotonic() + TIMEOUT_S, "remove") as store:
             for key in keys:
-                store.remove(backend._transfers.name(key), True)
+                store.remove(self._transfers.name(key), True)
         super().remove(keys)
 
     def _packed(self) -> list[ChunkKey]:

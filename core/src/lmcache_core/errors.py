@@ -18,7 +18,9 @@ CacheError
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
+
+ErrorT = TypeVar("ErrorT", bound=BaseException)
 
 
 class CacheError(Exception):
@@ -61,6 +63,12 @@ class PluginIncompatible(PluginError):
     """The plugin was written for an API that this core does not speak."""
 
 
+def without_frames(error: ErrorT) -> ErrorT:
+    """The same error, for keeping: its traceback and those of its causes would keep what the frames hold."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
+
+
 class BackendError(CacheError):
     """A store failed to do what was asked; raised by backends, caught by the tier."""
 
@@ -68,8 +76,7 @@ class BackendError(CacheError):
 
     def plain(self) -> Self:
         """The error without the frames that it came through, which hold the buffers of whoever called."""
-        self.__traceback__ = self.__cause__ = self.__context__ = None
-        return self
+        return without_frames(self)
 
 
 class BackendUnavailable(BackendError):

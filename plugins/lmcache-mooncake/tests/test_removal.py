@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,9 @@ def _fill(backend: MooncakeBackend, nbytes: int) -> None:
     assert nbytes < 1 << 20 or any(isinstance(result, BackendFull) for result in results), "the store has room left"
 
 
-def test_a_reader_in_a_loop_never_has_the_bytes_of_another_record(own: Store) -> None:
+def test_a_reader_in_a_loop_never_has_the_bytes_of_another_record(tmp_path: Path) -> None:
     nbytes = 2 << 20
-    with open_backend(own) as backend, registered(backend, nbytes) as into:
+    with running(tmp_path) as store, open_backend(store) as backend, registered(backend, nbytes) as into:
         key = new_key()
         data = record(key, nbytes)
         wrong: list[object] = []
@@ -71,7 +72,7 @@ def test_a_reader_in_a_loop_never_has_the_bytes_of_another_record(own: Store) ->
         reader = threading.Thread(target=read)
         reader.start()
         try:
-            for _ in range(20):
+            for _ in range(60):
                 backend.put(key, data)
                 assert backend.contains(key)
                 assert backend.remove(key)
@@ -140,26 +141,28 @@ class Older:
         return getattr(self._client, name)
 
 
+@contextmanager
+def older(backend: MooncakeBackend) -> Iterator[None]:
+    session = backend._session
+    client, session._store = session._store, Older(session._store)
+    try:
+        yield
+    finally:
+        session._store = client
+
+
 def test_a_library_that_cannot_replace_waits_for_the_lease_to_end(tmp_path: Path) -> None:
     with running(tmp_path, lease_ms=700) as store, open_backend(store) as backend:
         key = round_trip(backend)
-        session = backend._session
-        client, session._store = session._store, Older(session._store)
-        try:
+        with older(backend):
             assert backend.remove(key)
             assert not backend.contains(key)
-        finally:
-            session._store = client
 
 
 def test_what_is_held_until_the_deadline_is_unavailable_and_stays(own: Store) -> None:
     with open_backend(own, timeout_s=1.0) as backend:
         key = round_trip(backend)
-        session = backend._session
-        client, session._store = session._store, Older(session._store)
-        try:
+        with older(backend):
             with pytest.raises(BackendUnavailable, match="in use"):
                 backend.remove(key)
             assert comes_back(backend, key, 100_000)
-        finally:
-            session._store = client

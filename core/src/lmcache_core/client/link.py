@@ -21,7 +21,7 @@ import numpy as np
 from .. import wire
 from ..buffers import populate
 from ..chain import Model
-from ..errors import BackendUnavailable
+from ..errors import BackendUnavailable, without_frames
 from ..forks import not_for_children
 
 _RECV_NBYTES: Final = 1 << 18
@@ -242,9 +242,7 @@ class Link:
                     if self._unclaimed:
                         os.eventfd_write(self._wake_fd, 1)
         except (OSError, wire.WireError) as error:
-            # The frames that it came through hold what the caller commits, and so the memory of a daemon that is gone.
-            error.__traceback__ = error.__cause__ = error.__context__ = None
-            self._trouble = error
+            self._trouble = without_frames(error)  # they hold what is committed: memory of a daemon that is gone
         except BaseException:  # what was received is lost, and with it the place in the stream
             self._trouble = wire.WireError("interrupted while receiving")
             raise
